@@ -1,0 +1,203 @@
+// laprox.h - KV cache eviction per (layer, KV head) for llama.cpp
+//
+// One header, exported from libllama. llama.cpp's own public structs stay as they are: a context is configured by
+// laprox_set_next() on the thread that then calls llama_init_from_model(). Life of a prompt of N tokens:
+//
+//     laprox_reserve(ctx, N);                    // optional: the prompt buffer is sized exactly, no growth on the way
+//     llama_decode(ctx, tokens[0 .. N-w));       // any number of calls, any n_batch and n_ubatch
+//     laprox_observe(ctx, &observe);             // the next llama_decode is the observation window
+//     llama_decode(ctx, tokens[N-w .. N));       // exactly w tokens, one ubatch
+//     laprox_evict(ctx, &plan, LAPROX_STORE_RAGGED);
+//     llama_decode(ctx, next token);             // attends to the kept rows and to everything decoded since
+//
+// Every function returns LAPROX_OK or a negative laprox_status, never aborts on bad input, and leaves the cache as it
+// was when it fails; laprox_last_error() then holds one line of text (per thread). Every struct starts with its size:
+// fill it with the matching *_default_params(), so that an older caller keeps working with a newer library.
+
+#ifndef LAPROX_H
+#define LAPROX_H
+
+#include "llama.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// raised when a function or the meaning of a field changes; new fields at the end of a struct do not raise it
+#define LAPROX_ABI_VERSION 1
+
+enum laprox_status {
+    LAPROX_OK            =  0,
+    LAPROX_E_ARG         = -1, // an argument is out of range
+    LAPROX_E_UNSUPPORTED = -2, // this model or context cannot be evicted
+    LAPROX_E_STATE       = -3, // not now: eviction is off, the cache is already evicted, ...
+    LAPROX_E_NO_SCORES   = -4, // no observation window was decoded since the last eviction
+    LAPROX_E_ALLOC       = -5, // memory was refused; the full cache is intact
+    LAPROX_E_COMPUTE     = -6, // a backend failed to compute a graph
+};
+
+// column statistic of the attention of the w window queries, a_h(i)
+enum laprox_attention {
+    LAPROX_ATTENTION_MAX = 0, // max_t A_h[t, i]              (default)
+    LAPROX_ATTENTION_L2  = 1, // sqrt(sum_t A_h[t, i]^2)      (LaProx, Algorithm 1)
+    LAPROX_ATTENTION_SUM = 2, // sum_t A_h[t, i]              (SnapKV)
+};
+
+enum laprox_pool {
+    LAPROX_POOL_NONE  = 0,
+    LAPROX_POOL_REACH = 1, // max(r_i, pool_decay * max_{|d| <= pool_size} r_{i+d})         (default: 12, 0.3)
+    LAPROX_POOL_AVG   = 2, // mean over pool_size positions, zero padding, divisor pool_size (LaProx: 7)
+    LAPROX_POOL_MAX   = 3, // max over pool_size positions
+};
+
+enum laprox_normalize {
+    LAPROX_NORMALIZE_NONE      = 0,
+    LAPROX_NORMALIZE_RESIDUAL  = 1, // s / R_l, R_l = mean over the window of ||x_l||_2      (default)
+    LAPROX_NORMALIZE_LAYER_SUM = 2, // s / sum of s over the layer                           (LaProx, Algorithm 2)
+    LAPROX_NORMALIZE_ZSCORE    = 3, // (s - mean) / std per head, unbiased std
+};
+
+enum laprox_alloc {
+    LAPROX_ALLOC_MODEL = 0, // one top-K over (layer, head, position)      (default, Algorithm 2)
+    LAPROX_ALLOC_LAYER = 1, // one top-K in each layer, n_keep split evenly
+    LAPROX_ALLOC_HEAD  = 2, // one top-K in each head
+};
+
+enum laprox_store {
+    LAPROX_STORE_RAGGED = 0, // kept rows move into ragged storage, the prompt buffer is freed
+    LAPROX_STORE_MASK   = 1, // oracle for tests: the full cache stays, evicted rows are masked; CPU only, frees nothing
+};
+
+//
+// context
+//
+
+struct laprox_context_params {
+    size_t   struct_size;
+    uint32_t n_reserve;   // rows per head that an evicted cache holds ready for new tokens, grown by as many, 256
+};
+
+struct laprox_observe_params {
+    size_t   struct_size;
+    uint32_t n_window;    // w, tokens of the observation ubatch, 32
+    int32_t  attention;   // enum laprox_attention
+    bool     value_norm;  // multiply by ||v W_O^h||_2, true
+    bool     composed;    // build the score from stock ops instead of the fused op (cross-check, slow), false
+};
+
+// Scores in, kept lists out. Heads are numbered by layer, then by KV head; a head's candidates are its first n_cand
+// positions (everything before the window).
+struct laprox_plan_params {
+    size_t   struct_size;
+    int32_t  pool;        // enum laprox_pool
+    uint32_t pool_size;   // reach: radius; avg, max: kernel, odd
+    float    pool_decay;  // reach only, [0, 1]
+    int32_t  normalize;   // enum laprox_normalize
+    int32_t  alloc;       // enum laprox_alloc
+    uint32_t n_sink;      // first positions kept in every head, inside n_keep, 4
+    uint64_t n_keep;      // kept candidates over all heads, exact: L * G * k (the window comes on top)
+};
+
+struct laprox_shape {
+    size_t   struct_size;
+    uint32_t n_layer;     // evictable layers (full attention)
+    uint32_t n_head_kv;   // KV heads over all evictable layers
+    uint32_t n_window;    // w of the last observation, 0: none
+    uint32_t n_cand;      // candidate positions of the last observation, N - w
+};
+
+struct laprox_stats {
+    size_t   struct_size;
+    bool     evicted;
+    uint32_t n_prompt;       // N at the last eviction
+    uint32_t n_window;
+    uint64_t rows_full;      // rows (one position of one KV head) before the last eviction
+    uint64_t rows_kept;      // rows after it, window included
+    uint32_t n_appended;     // tokens decoded since
+    uint32_t n_grown;        // times the reserve was grown
+    uint64_t bytes_full;     // K and V of N tokens in every evictable layer, uncut
+    uint64_t bytes_peak;     // most KV bytes ever allocated by this context, all layers
+    uint64_t bytes_now;      // KV bytes allocated now, all layers (sliding-window layers included)
+    uint64_t bytes_other;    // part of bytes_now in layers that are never evicted (sliding window)
+    double   t_gram_ms;      // Gram matrices, once per context
+    double   t_score_ms;     // the observation ubatch's scoring nodes (0 where the backend cannot tell)
+    double   t_plan_ms;
+    double   t_commit_ms;
+};
+
+LLAMA_API uint32_t     laprox_abi_version(void);
+LLAMA_API const char * laprox_build_info (void); // "key=value" lines: compiler, flags, patches
+LLAMA_API size_t       laprox_sizeof     (const char * llama_struct); // of llama.h, 0: unknown name
+LLAMA_API const char * laprox_last_error (void);
+
+LLAMA_API struct laprox_context_params laprox_context_default_params(void);
+LLAMA_API struct laprox_observe_params laprox_observe_default_params(void);
+LLAMA_API struct laprox_plan_params    laprox_plan_default_params   (void);
+
+// Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
+// laprox_last_error() says why, when the model or the context's parameters do not allow it.
+LLAMA_API int32_t laprox_set_next(const struct laprox_context_params * params);
+
+LLAMA_API bool    laprox_enabled(const struct llama_context * ctx);
+
+//
+// one prompt
+//
+
+// Make room for n_tokens more tokens at once. Without it the buffer grows with each llama_decode.
+LLAMA_API int32_t laprox_reserve(struct llama_context * ctx, uint32_t n_tokens);
+
+// The next llama_decode is the observation window: one ubatch of exactly n_window tokens. NULL cancels.
+LLAMA_API int32_t laprox_observe(struct llama_context * ctx, const struct laprox_observe_params * params);
+
+// shape->struct_size set by the caller
+LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_shape * shape);
+
+// model layer and number of KV heads of each evictable layer, [n_layer]
+LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
+
+// raw scores of the last observation, [n_head_kv][n_cand]; they stay until the next observation or a cleared cache
+LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
+
+// R_l of the last observation, [n_layer]
+LLAMA_API int32_t laprox_get_residual(struct llama_context * ctx, float * residual, size_t n_layer);
+
+// plan and commit; store: enum laprox_store
+LLAMA_API int32_t laprox_evict(struct llama_context * ctx, const struct laprox_plan_params * params, int32_t store);
+
+// commit a kept set made elsewhere: n_kept[n_head_kv] candidates of each head, pos[] ascending, head after head
+LLAMA_API int32_t laprox_set_kept(struct llama_context * ctx, const uint32_t * n_kept, const llama_pos * pos, int32_t store);
+
+// what an evicted cache holds: n_kept[n_head_kv] (window excluded), and, when pos is not NULL, the positions (n of them)
+LLAMA_API int32_t laprox_get_kept(struct llama_context * ctx, uint32_t * n_kept, llama_pos * pos, size_t n);
+
+LLAMA_API int32_t laprox_get_stats(struct llama_context * ctx, struct laprox_stats * stats);
+
+// slow, order-exact CPU kernels, for tests that compare bits
+LLAMA_API int32_t laprox_set_reference_kernels(struct llama_context * ctx, bool enable);
+
+//
+// the plan alone
+//
+
+// scores [sum of n_head_kv][n_cand], residual [n_layer] (only for LAPROX_NORMALIZE_RESIDUAL, else NULL);
+// n_kept [sum of n_head_kv] and pos [params->n_keep] are written. Ties: higher score, then lower (layer, head, position).
+LLAMA_API int32_t laprox_plan(
+        const struct laprox_plan_params * params,
+                               uint32_t   n_layer,
+                         const uint32_t * n_head_kv,
+                               uint32_t   n_cand,
+                            const float * scores,
+                            const float * residual,
+                               uint32_t * n_kept,
+                              llama_pos * pos);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif // LAPROX_H
