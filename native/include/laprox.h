@@ -5,8 +5,9 @@
 //
 //     laprox_reserve(ctx, N);                    // optional: the prompt buffer is sized exactly, no growth on the way
 //     llama_decode(ctx, tokens[0 .. N-w));       // any number of calls, any n_batch and n_ubatch
-//     laprox_observe(ctx, &observe);             // the next llama_decode is the observation window
-//     llama_decode(ctx, tokens[N-w .. N));       // exactly w tokens, one ubatch
+//     laprox_observe(ctx, w);                    // the next llama_decode is the observation window
+//     llama_decode(ctx, tokens[N-w .. N));       // exactly w tokens, one ubatch: its queries are captured
+//     laprox_score(ctx, &score);                 // raw scores from those queries and the cache; may be repeated
 //     laprox_evict(ctx, &plan, LAPROX_STORE_RAGGED);
 //     llama_decode(ctx, next token);             // attends to the kept rows and to everything decoded since
 //
@@ -35,7 +36,7 @@ enum laprox_status {
     LAPROX_E_ARG         = -1, // an argument is out of range
     LAPROX_E_UNSUPPORTED = -2, // this model or context cannot be evicted
     LAPROX_E_STATE       = -3, // not now: eviction is off, the cache is already evicted, ...
-    LAPROX_E_NO_SCORES   = -4, // no observation window was decoded since the last eviction
+    LAPROX_E_NO_SCORES   = -4, // no observation window was decoded, or it was not scored
     LAPROX_E_ALLOC       = -5, // memory was refused; the full cache is intact
     LAPROX_E_COMPUTE     = -6, // a backend failed to compute a graph
 };
@@ -81,12 +82,11 @@ struct laprox_context_params {
     uint32_t n_reserve;   // rows per head that an evicted cache holds ready for new tokens, grown by as many, 256
 };
 
-struct laprox_observe_params {
-    size_t   struct_size;
-    uint32_t n_window;    // w, tokens of the observation ubatch, 32
-    int32_t  attention;   // enum laprox_attention
-    bool     value_norm;  // multiply by ||v W_O^h||_2, true
-    bool     composed;    // build the score from stock ops instead of the fused op (cross-check, slow), false
+struct laprox_score_params {
+    size_t  struct_size;
+    int32_t attention;    // enum laprox_attention
+    bool    value_norm;   // multiply by ||v W_O^h||_2, true
+    bool    composed;     // build the score from stock ops instead of the fused op (cross-check, more memory), false
 };
 
 // Scores in, kept lists out. Heads are numbered by layer, then by KV head; a head's candidates are its first n_cand
@@ -106,8 +106,8 @@ struct laprox_shape {
     size_t   struct_size;
     uint32_t n_layer;     // evictable layers (full attention)
     uint32_t n_head_kv;   // KV heads over all evictable layers
-    uint32_t n_window;    // w of the last observation, 0: none
-    uint32_t n_cand;      // candidate positions of the last observation, N - w
+    uint32_t n_window;    // w of the last scores, 0: none
+    uint32_t n_cand;      // candidate positions of the last scores, N - w
 };
 
 struct laprox_stats {
@@ -124,7 +124,7 @@ struct laprox_stats {
     uint64_t bytes_now;      // KV bytes allocated now, all layers (sliding-window layers included)
     uint64_t bytes_other;    // part of bytes_now in layers that are never evicted (sliding window)
     double   t_gram_ms;      // Gram matrices, once per context
-    double   t_score_ms;     // the observation ubatch's scoring nodes (0 where the backend cannot tell)
+    double   t_score_ms;     // the last laprox_score, Gram matrices excluded
     double   t_plan_ms;
     double   t_commit_ms;
 };
@@ -135,7 +135,7 @@ LLAMA_API size_t       laprox_sizeof     (const char * llama_struct); // of llam
 LLAMA_API const char * laprox_last_error (void);
 
 LLAMA_API struct laprox_context_params laprox_context_default_params(void);
-LLAMA_API struct laprox_observe_params laprox_observe_default_params(void);
+LLAMA_API struct laprox_score_params   laprox_score_default_params  (void);
 LLAMA_API struct laprox_plan_params    laprox_plan_default_params   (void);
 
 // Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
@@ -151,8 +151,12 @@ LLAMA_API bool    laprox_enabled(const struct llama_context * ctx);
 // Make room for n_tokens more tokens at once. Without it the buffer grows with each llama_decode.
 LLAMA_API int32_t laprox_reserve(struct llama_context * ctx, uint32_t n_tokens);
 
-// The next llama_decode is the observation window: one ubatch of exactly n_window tokens. NULL cancels.
-LLAMA_API int32_t laprox_observe(struct llama_context * ctx, const struct laprox_observe_params * params);
+// The next llama_decode is the observation window: one ubatch of exactly n_window tokens. 0 cancels.
+LLAMA_API int32_t laprox_observe(struct llama_context * ctx, uint32_t n_window);
+
+// Raw scores of every cached position for the observed queries. The cache stays as it is: score once or several times
+// (each call replaces the last scores), then evict.
+LLAMA_API int32_t laprox_score(struct llama_context * ctx, const struct laprox_score_params * params);
 
 // shape->struct_size set by the caller
 LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_shape * shape);
@@ -160,7 +164,7 @@ LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_sha
 // model layer and number of KV heads of each evictable layer, [n_layer]
 LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
 
-// raw scores of the last observation, [n_head_kv][n_cand]; they stay until the next observation or a cleared cache
+// the last raw scores, [n_head_kv][n_cand]; they stay until the next laprox_score or a cleared cache
 LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
 
 // R_l of the last observation, [n_layer]
