@@ -1,0 +1,51 @@
+// builder of GGML_OP_LAPROX_SCORE, see ggml.h
+
+#include "ggml-impl.h"
+
+struct ggml_tensor * ggml_laprox_score(
+        struct ggml_context       * ctx,
+        struct ggml_tensor        * q,
+        struct ggml_tensor        * k,
+        struct ggml_tensor        * v,
+        struct ggml_tensor        * mask,
+        struct ggml_tensor        * gram,
+        float                       scale,
+        float                       logit_softcap,
+        enum ggml_laprox_score_stat stat) {
+    const int64_t w         = q->ne[1];
+    const int64_t n_head    = q->ne[2];
+    const int64_t n_kv      = k->ne[1];
+    const int64_t n_head_kv = k->ne[2];
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32);
+    GGML_ASSERT(q->ne[0] == k->ne[0]);
+    GGML_ASSERT(n_head % n_head_kv == 0);
+    GGML_ASSERT(q->ne[3] == 1 && k->ne[3] == 1);
+
+    GGML_ASSERT(mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32);
+    GGML_ASSERT(mask->ne[0] == n_kv && mask->ne[1] == w);
+    GGML_ASSERT(mask->ne[2] == 1 && mask->ne[3] == 1);
+
+    GGML_ASSERT((v == NULL) == (gram == NULL));
+    if (gram) {
+        GGML_ASSERT(v->ne[1] == n_kv && v->ne[2] == n_head_kv && v->ne[3] == 1);
+        GGML_ASSERT(gram->type == GGML_TYPE_F32);
+        GGML_ASSERT(gram->ne[0] == v->ne[0] && gram->ne[1] == v->ne[0]);
+        GGML_ASSERT(gram->ne[2] == n_head && gram->ne[3] == 1);
+    }
+
+    struct ggml_tensor * result = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_kv, n_head_kv);
+
+    ggml_set_op_params_f32(result, 0, scale);
+    ggml_set_op_params_f32(result, 1, logit_softcap);
+    ggml_set_op_params_i32(result, 2, (int32_t) stat);
+
+    result->op     = GGML_OP_LAPROX_SCORE;
+    result->src[0] = q;
+    result->src[1] = k;
+    result->src[2] = v;
+    result->src[3] = mask;
+    result->src[4] = gram;
+
+    return result;
+}
