@@ -1,0 +1,354 @@
+"""`Llama`: `llama_cpp.Llama` whose prompts are evicted down to a budget."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from typing import Any, Dict, Generator, Optional, Sequence, Tuple, Union
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _native, gguf_check
+from ._types import kv_row_bytes, to_ggml_type
+from ._util import Clock, Closed
+from .errors import AllocError, StateError, UnsupportedError
+from .policy import Budget, EvictionPolicy
+from .stats import KVStats
+
+# after _native: that import points llama_cpp at our libraries
+import llama_cpp  # isort: skip
+import llama_cpp.llama_cpp as lib  # isort: skip
+
+DEFAULT_BUDGET = 0.2
+
+
+class Llama(llama_cpp.Llama):
+    """`llama_cpp.Llama` with KV cache eviction. Every argument of the parent works as there.
+
+    A prompt is prefilled in full; its last `window` tokens then score all KV entries, the best are kept per layer and KV
+    head, the rest is freed, and decoding goes on from what is left. That happens once per cache: in the first `eval` of
+    two or more tokens after which the budget is smaller than the cache. Later turns are appended, not evicted again.
+    Within `window` tokens of the prompt's end the cache can be rolled back; a prompt that differs earlier is evaluated
+    anew. With `kv_evict=None` the class behaves as its parent.
+
+    Args:
+        model_path: a GGUF file.
+        kv_evict: None (off), "laprox", a spec such as "laprox:preset=paper:window=16", or an `EvictionPolicy`.
+        budget: what survives of a prompt's KV entries, window included: a fraction in (0, 1], an int >= 1 (tokens per KV
+            head on average) or a str of bytes such as "64MiB"; default 0.2. The window always stays, whatever the budget.
+        type_k, type_v: a `GGML_TYPE_*` number as in the parent, or "f32", "f16", "bf16", "q8_0", "q4_0".
+        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window, and takes
+            `swa_full=False` unless told otherwise.
+
+    Raises:
+        ValueError: a bad policy or budget; a file that is missing, truncated or not GGUF.
+        UnsupportedError: the model or the arguments rule eviction out; the text says why.
+        RuntimeWarning (warning): memory for the evicted cache was refused; the full cache stays in use.
+    """
+
+    # LAPROX_STORE_MASK in tests: the oracle, which masks instead of freeing
+    _store = _native.STORE_RAGGED
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        kv_evict: Union[str, EvictionPolicy, None] = None,
+        budget: Union[float, int, str, Budget, None] = None,
+        type_k: Union[int, str, None] = None,
+        type_v: Union[int, str, None] = None,
+        **kwargs: Any,
+    ) -> None:
+        if kv_evict is None and budget is not None:
+            raise ValueError(f"budget={budget!r} has no effect without kv_evict; add kv_evict='laprox' or leave it out")
+        self._policy = None if kv_evict is None else EvictionPolicy.parse(kv_evict)
+        self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
+        self._fallback: Optional[str] = None
+        self._prefill = Clock()
+        self._decode = Clock()
+        model_path = os.fspath(model_path)
+        gguf_check.require(model_path)
+        kwargs.update(type_k=to_ggml_type("type_k", type_k), type_v=to_ggml_type("type_v", type_v))
+        if self._policy is None:
+            self._init_parent(model_path, kwargs)
+            return
+        _refuse(kwargs)
+        self._adapt(self._policy, kwargs)
+        _native.set_next(_native.context_params())
+        try:
+            self._init_parent(model_path, kwargs)
+        finally:
+            _native.set_next(None)
+        if not _native.enabled(self.ctx):
+            raise UnsupportedError("cannot evict here: the context was created without eviction")
+        self._layers = _native.layers(self.ctx)
+        self._n_heads = sum(n for _, n in self._layers)
+        self._bytes_per_token = self._n_heads * kv_row_bytes(
+            self.metadata, self._model.n_embd(), lib.llama_model_n_head(self.model),
+            self.context_params.type_k, self.context_params.type_v,
+        )  # fmt: skip
+
+    def _init_parent(self, model_path: str, kwargs: Dict[str, Any]) -> None:
+        """The parent's constructor; its errors with the reason that it does not know."""
+        try:
+            super().__init__(model_path, **kwargs)
+        except ValueError as e:
+            if str(e) == "Failed to create llama_context" and self._policy is not None:
+                raise UnsupportedError(f"cannot evict here: {_native.last_error() or e}") from e
+            if str(e).startswith("Failed to load model from file"):
+                raise ValueError(
+                    f"{e} (truncated, or of an architecture that llama.cpp does not know; verbose=True shows its log)"
+                ) from e
+            raise
+
+    def _adapt(self, policy: EvictionPolicy, kwargs: Dict[str, Any]) -> None:
+        """Set what eviction needs, and say so."""
+        said = []
+        if not kwargs.get("flash_attn"):
+            kwargs["flash_attn"] = True
+            said.append("flash_attn=True")
+        for name in ("n_batch", "n_ubatch"):
+            if kwargs.get(name, 512) < policy.window:
+                kwargs[name] = policy.window
+                said.append(f"{name}={policy.window} (the window)")
+        if kwargs.get("swa_full") is None:
+            kwargs["swa_full"] = False
+            said.append("swa_full=False")
+        if said and kwargs.get("verbose", True):
+            print(f"laprox: eviction sets {', '.join(said)}", file=sys.stderr)
+
+    # ---- evaluation
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Decode `tokens` after those in the cache, and evict when they complete a prompt (see the class).
+
+        Raises what the parent raises, and `LaproxError`; the cache then holds the tokens that `n_tokens` counts.
+        """
+        if self._policy is None:
+            super().eval(tokens)
+            return
+        if len(tokens) == 0:
+            return
+        tokens = list(tokens)
+        n, n_ctx = self.n_tokens + len(tokens), min(self._n_ctx, len(self.input_ids))
+        if n > n_ctx:
+            raise ValueError(f"{n} tokens exceed the context window of {n_ctx}; raise n_ctx")
+        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+            raise StateError(f"the evicted cache cannot be cut at token {self.n_tokens}; call reset() and evaluate anew")
+        try:
+            if len(tokens) == 1:
+                with self._decode.time(1):
+                    self._decode_now(tokens)
+            elif self._is_prompt(len(tokens)):
+                self._eval_prompt(self._policy, tokens)
+            else:
+                self._decode_now(tokens)
+        except BaseException:
+            self._requires_eval = True  # the last logits may be those of an earlier batch
+            raise
+
+    def _decode_now(self, tokens: Sequence[int]) -> None:
+        super().eval(tokens)
+        lib.llama_synchronize(self.ctx)
+
+    def _is_prompt(self, n_new: int) -> bool:
+        """Whether the cache is to be evicted once `n_new` more tokens are in it."""
+        assert self._policy is not None
+        n, w = self.n_tokens + n_new, self._policy.window
+        if n <= w or _native.stats(self.ctx).evicted:
+            return False
+        return self._budget.kept(n, w, self._bytes_per_token) + w < n
+
+    def _eval_prompt(self, policy: EvictionPolicy, tokens: Sequence[int]) -> None:
+        w = policy.window
+        again = w - len(tokens)
+        if again > 0:  # the window reaches back into the cache: decode that part again, so that it is observed
+            if not self._can_cut(self.n_tokens - again):
+                self._decode_now(tokens)
+                return
+            start = self.n_tokens - again
+            tokens = self.input_ids[start : self.n_tokens].tolist() + list(tokens)
+            self.n_tokens = start
+            self._ctx.kv_cache_seq_rm(-1, start, -1)
+        n_prompt = self.n_tokens + len(tokens)
+        self._prefill, self._decode = Clock(), Clock()
+        with self._prefill.time(len(tokens)):
+            _native.reserve(self.ctx, len(tokens))
+            if len(tokens) > w:
+                super().eval(tokens[:-w])
+            _native.observe(self.ctx, w)
+            try:
+                self._decode_now(tokens[-w:])
+            finally:
+                _native.observe(self.ctx, 0)
+            self._evict(policy, n_prompt)
+
+    def _evict(self, policy: EvictionPolicy, n_prompt: int) -> None:
+        n_keep = self._budget.n_keep(n_prompt, policy.window, self._n_heads, self._bytes_per_token)
+        try:
+            _native.score(self.ctx, _native.score_params(policy))
+            _native.evict(self.ctx, _native.plan_params(policy, n_keep), self._store)
+        except AllocError as e:
+            if self._fallback is None:
+                warnings.warn(f"prompt not evicted, the full cache stays in use: {e}", RuntimeWarning, stacklevel=2)
+            self._fallback = str(e)
+        else:
+            self._fallback = None
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Optional[Sequence[int]], None]:
+        """As in the parent. A prefix in the cache is reused only as far as the evicted cache still supports it."""
+        tokens = list(tokens)
+        if self._policy is not None and kwargs.get("reset", args[6] if len(args) > 6 else True):
+            self._drop_lost_prefix(tokens)
+        yield from super().generate(tokens, *args, **kwargs)
+
+    def _drop_lost_prefix(self, tokens: Sequence[int]) -> None:
+        """Reset when the parent would cut the cache at a place where entries that it needs are gone."""
+        n_same = llama_cpp.Llama.longest_token_prefix(self._input_ids.tolist(), tokens)
+        if n_same == self.n_tokens == len(tokens) and not self._requires_eval:
+            return  # the parent samples from the logits it has
+        cut = n_same - 1 if n_same == len(tokens) else n_same
+        if cut > 0 and not self._can_cut(cut):
+            if self.verbose:
+                print(
+                    f"laprox: the prompt leaves the cached one at token {n_same}, where entries that it needs are "
+                    "evicted: re-evaluating all of it",
+                    file=sys.stderr,
+                )
+            self.reset()
+
+    def _can_cut(self, p0: int) -> bool:
+        """Whether decoding can go on at position `p0` after the cache is cut there."""
+        stats = _native.stats(self.ctx)
+        if stats.evicted and p0 < stats.n_prompt - stats.n_window:
+            return False
+        # a sliding-window layer holds only its last positions: the window of p0 must still be there
+        oldest = lib.llama_memory_seq_pos_min(self._ctx.memory, 0)
+        n_swa = lib.llama_model_n_swa(self.model)
+        return n_swa == 0 or oldest <= max(0, p0 - n_swa + 1)
+
+    # ---- what was kept
+
+    def kv_stats(self) -> KVStats:
+        """Policy, kept rows, bytes and times of the KV cache; see `KVStats` for units. Works with eviction off, too."""
+        if self._policy is None:
+            return KVStats(n_tokens=self._n_cached())
+        s = _native.stats(self.ctx)
+        kept, reserve = np.zeros((0, 0), np.int32), 0
+        if s.evicted:
+            kept = self._kept_per_head(s.n_window)
+            rows_now = s.rows_kept + s.n_appended * self._n_heads
+            reserve = max(0, s.bytes_now - s.bytes_other - rows_now * self._bytes_per_token // self._n_heads)
+        return KVStats(
+            policy=str(self._policy),
+            budget=str(self._budget),
+            evicted=s.evicted,
+            n_tokens=self._n_cached(),
+            n_prompt=s.n_prompt,
+            n_window=s.n_window,
+            rows_full=s.rows_full,
+            rows_kept=s.rows_kept,
+            layers=tuple(il for il, _ in self._layers),
+            n_layers_untouched=lib.llama_model_n_layer(self.model) - len(self._layers),
+            kept_per_head=kept,
+            bytes_full=s.bytes_full,
+            bytes_peak=s.bytes_peak,
+            bytes_now=s.bytes_now,
+            bytes_other=s.bytes_other,
+            bytes_reserve=reserve,
+            n_grown=s.n_grown,
+            gram_ms=s.t_gram_ms,
+            score_ms=s.t_score_ms,
+            plan_ms=s.t_plan_ms,
+            commit_ms=s.t_commit_ms,
+            prefill_tps=self._prefill.rate(),
+            decode_tps=self._decode.rate(),
+            fallback=self._fallback,
+        )
+
+    def kv_kept(self) -> Dict[Tuple[int, int], npt.NDArray[np.int32]]:
+        """Positions held, ascending, for each (model layer, KV head) that can be evicted; window and later tokens too.
+
+        Raises StateError when eviction is off.
+        """
+        self._need_eviction("kv_kept")
+        s, n = _native.stats(self.ctx), self._n_cached()
+        if not s.evicted:
+            return {key: np.arange(n, dtype=np.int32) for key in self._heads()}
+        tail = np.arange(s.n_prompt - s.n_window, n, dtype=np.int32)
+        return {key: np.concatenate([pos, tail]) for key, pos in zip(self._heads(), _native.kept(self.ctx))}
+
+    def kv_scores(self) -> Dict[int, npt.NDArray[np.float32]]:
+        """Raw scores of the last eviction, {model layer: [n_head_kv, n_cand]}, n_cand = N - w.
+
+        Raises StateError when eviction is off or nothing was scored since the cache was cleared.
+        """
+        self._need_eviction("kv_scores")
+        ends = np.cumsum([n for _, n in self._layers])[:-1]
+        return {il: s for (il, _), s in zip(self._layers, np.split(_native.scores(self.ctx), ends))}
+
+    def _need_eviction(self, what: str) -> None:
+        if self._policy is None:
+            raise StateError(f"{what} needs eviction: create the Llama with kv_evict='laprox'")
+
+    def _heads(self) -> "list[tuple[int, int]]":
+        return [(il, h) for il, n in self._layers for h in range(n)]
+
+    def _kept_per_head(self, window: int) -> npt.NDArray[np.int32]:
+        out = np.full((len(self._layers), max(n for _, n in self._layers)), -1, np.int32)
+        row = {il: i for i, (il, _) in enumerate(self._layers)}
+        for (il, h), pos in zip(self._heads(), _native.kept(self.ctx)):
+            out[row[il], h] = len(pos) + window
+        return out
+
+    def _n_cached(self) -> int:
+        return int(lib.llama_memory_seq_pos_max(self._ctx.memory, 0)) + 1
+
+    # ---- what an evicted cache cannot do yet, and the end
+
+    def save_state(self) -> Any:
+        """As in the parent; NotImplementedError with eviction on."""
+        self._refuse_state("save_state")
+        return super().save_state()
+
+    def load_state(self, state: Any) -> None:
+        """As in the parent; NotImplementedError with eviction on."""
+        self._refuse_state("load_state")
+        super().load_state(state)
+
+    def set_cache(self, cache: Any) -> None:
+        """As in the parent; NotImplementedError with eviction on, unless `cache` is None."""
+        if cache is not None:
+            self._refuse_state("set_cache")
+        super().set_cache(cache)
+
+    def _refuse_state(self, what: str) -> None:
+        if self._policy is not None:
+            raise NotImplementedError(
+                f"{what} does not work with an evicted cache yet; create the Llama with kv_evict=None to use it"
+            )
+
+    def __getstate__(self) -> Dict[str, Any]:
+        state: Dict[str, Any] = super().__getstate__()
+        return {**state, "kv_evict": self._policy, "budget": None if self._policy is None else self._budget}
+
+    def close(self) -> None:
+        """Free the model and its cache. Using the object afterwards raises ValueError."""
+        if not hasattr(self, "_stack"):  # __init__ raised early
+            return
+        super().close()
+        self._ctx = self._model = self._batch = self.tokenizer_ = Closed(self.model_path)
+
+
+def _refuse(kwargs: Dict[str, Any]) -> None:
+    """What cannot be combined with eviction, before a model is loaded for nothing."""
+    if kwargs.get("embedding"):
+        raise UnsupportedError("kv_evict does not work with embedding=True: an embedding model keeps no cache to evict")
+    if kwargs.get("draft_model") is not None:
+        raise UnsupportedError("kv_evict does not work with draft_model yet: drafts are cut back one by one, unscored")
+    if kwargs.get("lora_path") is not None:
+        raise UnsupportedError("kv_evict does not work with lora_path yet: the adapter changes W_O, which the score needs")
+    if kwargs.get("vocab_only"):
+        raise UnsupportedError("kv_evict does not work with vocab_only=True: there is no cache to evict")
