@@ -1,0 +1,245 @@
+#pragma once
+
+#include "laprox.h"
+
+#include "llama-kv-cache.h"
+
+#include "ggml-cpp.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+struct llama_context;
+struct llm_graph_context;
+
+//
+// laprox_kv
+//
+// What a llama_kv_cache becomes when eviction is on. The cells stay one per token position, evicted or not, so that
+// slots, positions, masks and batch checks keep their stock rules; only the rows behind them change:
+//
+//   full    stock layout [n_embd_gqa, n_rows], n_rows follows the prompt instead of n_ctx
+//   ragged  flat rows [n_embd_head, n_rows] per layer, one region per KV head: the kept candidates, ascending, then the
+//           "tail" (the window and every later token, the same positions in all heads), then room for new tokens
+//   masked  the full layout with the evicted rows masked per head: the oracle that the tests hold the ragged layout against
+//
+
+enum laprox_phase {
+    LAPROX_PHASE_FULL,
+    LAPROX_PHASE_RAGGED,
+    LAPROX_PHASE_MASKED,
+};
+
+// K and V of one layer with the buffer behind them
+struct laprox_rows {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr buf;
+
+    ggml_tensor * k = nullptr;
+    ggml_tensor * v = nullptr;
+};
+
+struct laprox_layer {
+    int32_t  il;        // model layer
+    int64_t  n_head;
+    int64_t  n_head_kv;
+    int64_t  n_embd_head_k;
+    int64_t  n_embd_head_v;
+
+    // what the model's graph does with this layer, seen when it is built
+    bool          seen     = false;
+    std::string   refusal;           // why it cannot be evicted, empty: it can
+    ggml_tensor * wo       = nullptr;
+    ggml_tensor * wo_s     = nullptr;
+    float         kq_scale = 0.0f;
+
+    // observation window
+    ggml_tensor * q_obs = nullptr;   // [n_embd_head_k, n_head, w] F32
+    ggml_tensor * r_obs = nullptr;   // [1, w] F32, norms of the residual stream entering the layer
+
+    ggml_tensor * gram  = nullptr;   // [n_embd_head_v, n_embd_head_v, n_head] F32, W_O^h (W_O^h)^T in the basis of the stored V
+
+    // kept set, per KV head
+    std::vector<std::vector<llama_pos>> kept; // ascending candidates (the tail is not listed)
+    std::vector<uint32_t>               row0; // first row of the head's region (ragged)
+
+    ggml_tensor * keep_mask = nullptr; // [kv_size, 1, n_head] F16 (masked)
+};
+
+class laprox_kv {
+public:
+    laprox_kv(llama_kv_cache & kv, const laprox_context_params & params);
+
+    void init(); // once the cache has its layers
+
+    // the store of a memory module (the full-attention part of a sliding-window model's), nullptr: eviction is off
+    static laprox_kv * from(llama_memory_i * mem);
+
+    bool evicted() const { return phase != LAPROX_PHASE_FULL; }
+    bool ragged()  const { return phase == LAPROX_PHASE_RAGGED; }
+
+    //
+    // hooks of llama_kv_cache
+    //
+
+    uint32_t n_rows_init() const;            // rows to allocate at construction
+    uint32_t n_kv_full()   const;            // what a worst-case graph may read
+    uint32_t n_kv_ragged() const;            // columns of the mask that all heads share
+
+    void clear();
+    bool seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1); // false: refused, nothing was changed
+
+    void append(const llama_ubatch & ubatch);                     // the ubatch that is about to be computed
+
+    ggml_tensor * build_idxs(ggml_context * ctx, uint32_t n_tokens, const char * name) const;
+    ggml_tensor * cpy       (ggml_context * ctx, ggml_tensor * rows, ggml_tensor * cur, ggml_tensor * idxs, size_t ikv) const;
+
+    void set_input_idxs(ggml_tensor * dst) const;
+    void set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) const;
+
+    void refuse_state() const; // throws: saving and restoring
+    void refuse_shift() const; // reports: shifting and dividing positions
+
+    //
+    // hooks of llama_context
+    //
+
+    int  before_decode(llama_context & lctx, uint32_t n_tokens); // < 0: refuse the batch, > 0: reserve the graphs anew
+    void check(const llama_context & lctx) const;                // throws std::runtime_error with the reason of a refusal
+
+    uint32_t n_extra_nodes() const;
+
+    //
+    // graph (laprox-graph.cpp)
+    //
+
+    ggml_tensor * build_attn(
+            const llm_graph_context & graph,
+                        ggml_tensor * q,
+                        ggml_tensor * k,
+                        ggml_tensor * v,
+                        ggml_tensor * v_cur,
+                        ggml_tensor * kq_mask,
+                        ggml_tensor * kq_b,
+                        ggml_tensor * sinks,
+                        ggml_tensor * wo,
+                        ggml_tensor * wo_s,
+                              float   kq_scale,
+                                int   il);
+
+    //
+    // one prompt; these throw laprox_error
+    //
+
+    void reserve(uint32_t n_tokens);
+    void observe(uint32_t n_window);
+    void score  (const laprox_score_params & params);              // laprox-observe.cpp
+    void plan   (const laprox_plan_params & params, std::vector<uint32_t> & n_kept, std::vector<llama_pos> & pos);
+    void commit (const uint32_t * n_kept, const llama_pos * pos, int32_t store);
+
+    //
+    // state, read by the C interface
+    //
+
+    void note_bytes(uint64_t extra = 0);
+
+    llama_kv_cache & kv;
+    llama_context  * lctx = nullptr; // known from the first decode on
+
+    const laprox_context_params params;
+
+    laprox_phase phase = LAPROX_PHASE_FULL;
+
+    std::vector<laprox_layer> layers; // as in the KV cache
+
+    // last scores
+    std::vector<float> scores;        // [n_head_kv_total][n_cand]
+    std::vector<float> residual;      // [n_layer]
+    uint32_t           n_window = 0;  // of the observation
+    uint32_t           n_prompt = 0;  // tokens cached when the window had been decoded, 0: nothing observed
+    bool               scored   = false;
+
+    laprox_stats stats = {};
+
+    uint64_t n_head_kv_total() const;
+    uint64_t n_bytes_row()     const; // one position in all heads and layers, K and V
+    uint64_t n_bytes_now  ()   const;
+    uint64_t n_bytes_other()   const;
+
+    uint32_t n_tail() const { return tail.size(); }
+
+private:
+    bool observing = false;  // the next decode is the window
+    bool observed  = false;  // the last decode was
+    bool stale     = false;  // graphs built so far must not be reused
+    bool released  = false;  // a cleared cache could not get its small prompt buffer yet
+
+    uint32_t n_cand     = 0; // positions before the tail at the eviction
+    uint32_t n_kept_max = 0; // most kept candidates of a head
+
+    std::vector<llama_pos> tail;         // positions of the tail rows, -1: removed
+    uint32_t               n_tail_cap = 0;
+    uint32_t               n_append   = 0; // rows of the current ubatch, the last ones of the tail
+
+    bool per_layer = false;  // the KV cache's buffers are one per layer
+
+    ggml_context_ptr        ctx_obs;
+    ggml_backend_buffer_ptr buf_obs;
+
+    std::vector<ggml_context_ptr>        ctx_gram;
+    std::vector<ggml_backend_buffer_ptr> buf_gram;
+
+    ggml_context_ptr        ctx_mask;
+    ggml_backend_buffer_ptr buf_mask;
+
+    uint32_t n_rows() const; // allocated, full layout
+
+    laprox_rows alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int64_t n_rows) const; // throws on refusal
+    void        adopt(size_t ikv, laprox_rows && rows);
+
+    void grow_full(uint32_t n_rows_new);
+    void grow_tail(uint32_t n_cap_new);
+    void reset_full();
+    void ensure(uint32_t n_tokens, bool exact);
+
+    void commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new);
+    void commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new);
+
+    std::vector<uint32_t> cells_by_pos() const; // [n_prompt], cell of each position; throws if there are gaps
+
+    ggml_tensor * build_attn_ragged(
+            const llm_graph_context & graph,
+                 const laprox_layer & layer,
+                        ggml_tensor * q,
+                        ggml_tensor * k,
+                        ggml_tensor * v,
+                        ggml_tensor * kq_mask,
+                              float   kq_scale) const;
+
+    void build_gram(laprox_layer & layer);                       // laprox-observe.cpp
+};
+
+// an error of the C interface: a status and one line of text
+struct laprox_error {
+    laprox_status status;
+    std::string   text;
+};
+
+//
+// hooks that need no store
+//
+
+// the store of a cache under construction when eviction was asked for on this thread, else nullptr
+std::shared_ptr<laprox_kv> laprox_kv_make(llama_kv_cache & kv, bool v_trans, bool plain);
+
+void     laprox_after_init   (llama_context & lctx);                    // throws std::runtime_error
+int      laprox_before_decode(llama_context & lctx, uint32_t n_tokens);
+uint32_t laprox_extra_nodes  (const llama_context & lctx);
+
+void laprox_set_next_params(const laprox_context_params * params); // of this thread
+
+// text of the last error, per thread
+void laprox_set_error(const std::string & text);
+
+[[noreturn]] void laprox_throw(laprox_status status, const std::string & text);
