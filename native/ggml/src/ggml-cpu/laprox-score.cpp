@@ -154,23 +154,29 @@ static void laprox_load_q(const ggml_tensor * q, const laprox_score_dims & p, in
     }
 }
 
-// mask of the positions i0 .. i0+n -> [LAPROX_TILE, w], the columns from n on are masked; false: nothing is masked
+// mask of the positions i0 .. i0+n -> [LAPROX_TILE, w], the columns from n on are masked
+// false: nothing is masked, as for all tiles but the last ones, and dst is not written
 static bool laprox_load_mask(const ggml_tensor * mask, int64_t i0, int64_t n, float * dst) {
-    bool any = n < LAPROX_TILE;
+    const char * src = (const char *) mask->data + i0*mask->nb[0];
+
+    uint8_t bits = n < LAPROX_TILE;
+    for (int64_t t = 0; t < mask->ne[1] && !bits; ++t) {
+        const uint8_t * row = (const uint8_t *) src + t*mask->nb[1];
+        for (int64_t j = 0; j < n*(int64_t) mask->nb[0]; ++j) {
+            bits |= row[j];
+        }
+    }
+    if (!bits) {
+        return false;
+    }
 
     for (int64_t t = 0; t < mask->ne[1]; ++t) {
         float * row = dst + t*LAPROX_TILE;
-        laprox_row_to_f32(mask->type, (const char *) mask->data + i0*mask->nb[0] + t*mask->nb[1], row, n);
+        laprox_row_to_f32(mask->type, src + t*mask->nb[1], row, n);
         std::fill(row + n, row + LAPROX_TILE, -INFINITY);
-
-        bool any_row = false;
-        for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-            any_row |= row[j] != 0.0f;
-        }
-        any |= any_row;
     }
 
-    return any;
+    return true;
 }
 
 // logits [LAPROX_TILE, w] of one head; mask is NULL where nothing is masked
@@ -258,17 +264,23 @@ static void laprox_value_norm(int64_t d, const float * gram, const float * tile,
 }
 
 // column statistic over the queries of exp(logits - lse); logits is overwritten
-static void laprox_column_stat(ggml_laprox_score_stat stat, int64_t w, float * logits, const float * lse, float * dst) {
+static void laprox_column_stat(
+        ggml_laprox_score_stat       stat,
+        int64_t                      w,
+        float       * GGML_RESTRICT  logits,
+        const float * GGML_RESTRICT  lse,
+        float       * GGML_RESTRICT  dst) {
     if (stat == GGML_LAPROX_SCORE_MAX) {
         // exp is monotonic: one exp per column
         std::fill(dst, dst + LAPROX_TILE, -INFINITY);
         for (int64_t t = 0; t < w; ++t) {
-            if (lse[t] == -INFINITY) {
+            const float   l = lse[t];
+            const float * x = logits + t*LAPROX_TILE;
+            if (l == -INFINITY) {
                 continue; // fully masked query
             }
-            const float * x = logits + t*LAPROX_TILE;
             for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                const float y = x[j] - lse[t];
+                const float y = x[j] - l;
                 dst[j] = y > dst[j] ? y : dst[j];
             }
         }
