@@ -73,7 +73,7 @@ ggml_tensor * laprox_kv::build_attn(
 
     auto * ctx0 = graph.ctx0;
 
-    if (observed) {
+    if (observed && graph.n_tokens == n_window) { // worst-case graphs have other sizes
         ggml_tensor * norm = ggml_sqrt(ctx0, ggml_sum_rows(ctx0, ggml_sqr(ctx0, x)));
 
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, q,    layer.q_obs));

@@ -62,7 +62,7 @@ uint32_t laprox_kv::n_rows() const {
 }
 
 uint32_t laprox_kv::n_rows_init() const {
-    return std::min(kv.get_size(), LAPROX_ROWS_STEP);
+    return std::min(kv.v_cells[0].size(), LAPROX_ROWS_STEP);
 }
 
 uint32_t laprox_kv::n_kv_full() const {

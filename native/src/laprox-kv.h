@@ -98,8 +98,8 @@ public:
     void set_input_idxs(ggml_tensor * dst) const;
     void set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) const;
 
-    void refuse_state() const; // throws: saving and restoring
-    void refuse_shift() const; // reports: shifting and dividing positions
+    [[noreturn]] void refuse_state() const; // saving and restoring
+    void refuse_shift() const; // shifting and dividing positions: reported, not done
 
     //
     // hooks of llama_context

@@ -97,11 +97,16 @@ const char * laprox_build_info(void) {
 }
 
 size_t laprox_sizeof(const char * llama_struct) {
-    const struct { const char * name; size_t size; } known[] = {
-        { "llama_model_params",    sizeof(llama_model_params)   },
-        { "llama_context_params",  sizeof(llama_context_params) },
-        { "llama_batch",           sizeof(llama_batch)          },
-        { "llama_token_data",      sizeof(llama_token_data)     },
+    const struct {
+        const char * name;
+        size_t       size;
+    } known[] = {
+        { "llama_model_params",         sizeof(llama_model_params)         },
+        { "llama_context_params",       sizeof(llama_context_params)       },
+        { "llama_batch",                sizeof(llama_batch)                },
+        { "llama_token_data",           sizeof(llama_token_data)           },
+        { "llama_token_data_array",     sizeof(llama_token_data_array)     },
+        { "llama_sampler_chain_params", sizeof(llama_sampler_chain_params) },
     };
 
     for (const auto & k : known) {
