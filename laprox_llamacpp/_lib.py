@@ -7,7 +7,7 @@ import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Callable, Dict, Optional
+from typing import Callable
 
 LLAMA_CPP_VERSION = "0.3.36"
 ABI_VERSION = 1  # LAPROX_ABI_VERSION of laprox.h
@@ -61,7 +61,7 @@ def load() -> ctypes.CDLL:
     return lib
 
 
-def mismatch(lib: ctypes.CDLL, llama_cpp: ModuleType) -> Optional[str]:
+def mismatch(lib: ctypes.CDLL, llama_cpp: ModuleType) -> str | None:
     """What is wrong with the pair of libllama and `llama_cpp`, in one line; None when they belong together."""
     if llama_cpp.__version__ != LLAMA_CPP_VERSION:
         return (
@@ -79,7 +79,7 @@ def mismatch(lib: ctypes.CDLL, llama_cpp: ModuleType) -> Optional[str]:
     return None
 
 
-def struct_sizes(lib: ctypes.CDLL, llama_cpp: ModuleType) -> Dict[str, "tuple[int, int]"]:
+def struct_sizes(lib: ctypes.CDLL, llama_cpp: ModuleType) -> dict[str, tuple[int, int]]:
     """(size in the library, size in the bindings) of each struct in `STRUCTS`."""
     sizeof = lib.laprox_sizeof
     sizeof.argtypes, sizeof.restype = [ctypes.c_char_p], ctypes.c_size_t
@@ -87,7 +87,7 @@ def struct_sizes(lib: ctypes.CDLL, llama_cpp: ModuleType) -> Dict[str, "tuple[in
 
 
 def _handle(llama_cpp: ModuleType) -> ctypes.CDLL:
-    handle: ctypes.CDLL = sys.modules[f"{llama_cpp.__name__}.llama_cpp"]._lib  # type: ignore[attr-defined]
+    handle: ctypes.CDLL = sys.modules[f"{llama_cpp.__name__}.llama_cpp"]._lib
     return handle
 
 

@@ -7,8 +7,9 @@ A wrapper raises the `LaproxError` of the status that it gets, with the library'
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_bool, c_char_p, c_double, c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,7 +127,7 @@ _plan = _declare(
 
 def last_error() -> str:
     """The library's last line of error text on this thread, "" when there is none."""
-    text: Optional[bytes] = _last_error()
+    text: bytes | None = _last_error()
     return (text or b"").decode("utf-8", errors="replace")
 
 
@@ -139,13 +140,13 @@ def _ptr(array: npt.NDArray[Any], ctype: Any) -> Any:
     return array.ctypes.data_as(POINTER(ctype))
 
 
-def build_info() -> Dict[str, str]:
+def build_info() -> dict[str, str]:
     """Compiler, flags and patches of the library, by key."""
     lines = _build_info().decode("utf-8", errors="replace").splitlines()
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def context_params(n_reserve: Optional[int] = None) -> ContextParams:
+def context_params(n_reserve: int | None = None) -> ContextParams:
     """Defaults; `n_reserve` rows per head held ready for new tokens."""
     params: ContextParams = _context_default_params()
     if n_reserve is not None:
@@ -174,7 +175,7 @@ def plan_params(policy: EvictionPolicy, n_keep: int) -> PlanParams:
     return params
 
 
-def set_next(params: Optional[ContextParams]) -> None:
+def set_next(params: ContextParams | None) -> None:
     """Turn eviction on for the next context made on this thread; None clears."""
     _check(_set_next(None if params is None else ctypes.byref(params)))
 
@@ -206,7 +207,7 @@ def shape(ctx: Any) -> Shape:
     return out
 
 
-def layers(ctx: Any) -> List[Tuple[int, int]]:
+def layers(ctx: Any) -> list[tuple[int, int]]:
     """(model layer, number of KV heads) of each evictable layer."""
     n = int(shape(ctx).n_layer)
     il, n_head_kv = np.zeros(n, np.int32), np.zeros(n, np.uint32)
@@ -241,7 +242,7 @@ def set_kept(ctx: Any, kept: Sequence[npt.NDArray[np.int32]], store: int = STORE
     _check(_set_kept(ctx, _ptr(n_kept, c_uint32), _ptr(pos, c_int32), store))
 
 
-def kept(ctx: Any) -> List[npt.NDArray[np.int32]]:
+def kept(ctx: Any) -> list[npt.NDArray[np.int32]]:
     """Kept candidate positions of each head of an evicted cache, window excluded."""
     n_kept = np.zeros(shape(ctx).n_head_kv, np.uint32)
     _check(_get_kept(ctx, _ptr(n_kept, c_uint32), None, 0))
@@ -266,8 +267,8 @@ def plan(
     params: PlanParams,
     n_head_kv: Sequence[int],
     scores: npt.NDArray[np.float32],
-    residual: Optional[npt.NDArray[np.float32]] = None,
-) -> List[npt.NDArray[np.int32]]:
+    residual: npt.NDArray[np.float32] | None = None,
+) -> list[npt.NDArray[np.int32]]:
     """The plan alone: kept candidate positions of each head, from `scores` [sum of n_head_kv, n_cand]."""
     heads = np.asarray(n_head_kv, np.uint32)
     raw = np.ascontiguousarray(scores, np.float32)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, Optional, Union
+from collections.abc import Mapping
 
 from .memory import CACHE_TYPES
 
-NAMES: Dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # GGML_TYPE_*
+NAMES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8, "bf16": 30}  # GGML_TYPE_*
 
 
-def to_ggml_type(what: str, value: Union[int, str, None]) -> Optional[int]:
+def to_ggml_type(what: str, value: int | str | None) -> int | None:
     """A `GGML_TYPE_*` number from a number, a name such as "q8_0", or None. Raises ValueError."""
     if not isinstance(value, str):
         return value

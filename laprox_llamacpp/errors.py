@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Dict, Type
-
 
 class LaproxError(RuntimeError):
     """A native call failed. `status` is the `laprox_status` of `laprox.h`, 0 when the package itself refused."""
@@ -34,7 +32,7 @@ class ComputeError(LaproxError):
 
 
 # enum laprox_status
-BY_STATUS: Dict[int, Type[LaproxError]] = {
+BY_STATUS: dict[int, type[LaproxError]] = {
     -1: ArgumentError,
     -2: UnsupportedError,
     -3: StateError,

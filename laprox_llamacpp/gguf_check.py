@@ -8,7 +8,7 @@ _MAGIC = b"GGUF"
 _HEADER = 24  # magic, version, number of tensors, number of key-value pairs
 
 
-def require(path: "str | os.PathLike[str]") -> None:
+def require(path: str | os.PathLike[str]) -> None:
     """Raise ValueError, one line, unless `path` is a file that starts as GGUF does."""
     if not os.path.exists(path):
         raise ValueError(f"Model path does not exist: {path}")

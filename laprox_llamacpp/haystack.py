@@ -6,8 +6,9 @@ import importlib
 import inspect
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Callable, Dict, List, Sequence
+from typing import Callable
 
 _ADJECTIVES = ("amber", "silent", "crooked", "frozen", "hollow", "scarlet", "wooden", "distant", "velvet", "rusty")
 _NOUNS = ("lighthouse", "harbor", "meadow", "orchard", "lantern", "bridge", "castle", "garden", "kettle", "railway")
@@ -28,7 +29,7 @@ class Fact:
         return f"The special magic number for the {self.name} is {self.number}."
 
 
-def facts(n: int, seed: int, digits: int = 4) -> List[Fact]:
+def facts(n: int, seed: int, digits: int = 4) -> list[Fact]:
     """`n` facts with different names and numbers of `digits` digits; the same for the same seed."""
     rng = random.Random(seed)
     names = [f"{a} {b}" for a, b in zip(rng.sample(_ADJECTIVES, n), rng.sample(_NOUNS, n))]
@@ -36,9 +37,9 @@ def facts(n: int, seed: int, digits: int = 4) -> List[Fact]:
     return [Fact(name, str(number)) for name, number in zip(names, numbers)]
 
 
-def paragraphs() -> List[str]:
+def paragraphs() -> list[str]:
     """Prose paragraphs, unwrapped and without markup, code or long numbers; always in the same order."""
-    found: Dict[str, None] = {}
+    found: dict[str, None] = {}
     for text in _sources():
         for block in re.split(r"\n\s*\n", text):
             prose = " ".join(_MARKUP.sub("", block).split())
@@ -47,7 +48,7 @@ def paragraphs() -> List[str]:
     return list(found)
 
 
-def _sources() -> List[str]:
+def _sources() -> list[str]:
     try:
         from pydoc_data.topics import topics
     except ImportError:  # some distributions leave it out: take the docstrings of the library instead
@@ -55,9 +56,9 @@ def _sources() -> List[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _docstrings() -> List[str]:
-    names = "asyncio decimal doctest email.message fractions inspect logging pdb pathlib statistics tarfile typing"
-    texts: List[str] = []
+def _docstrings() -> list[str]:
+    names = "asyncio decimal doctest email.message fractions inspect logging pdb pathlib statistics tarfile"
+    texts: list[str] = []
     for module in map(importlib.import_module, names.split()):
         for item in (module, *vars(module).values()):
             members = vars(item).values() if inspect.isclass(item) else ()
@@ -75,7 +76,7 @@ def hide(
     rng = random.Random(seed)
     pool = paragraphs()
     rng.shuffle(pool)
-    chosen: List[str] = []
+    chosen: list[str] = []
     n = sum(count_tokens(f.sentence) for f in hidden)
     while n < n_tokens:
         chosen.append(pool[len(chosen) % len(pool)])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from typing import Any, Dict, Generator, Optional, Sequence, Tuple, Union
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,29 +25,32 @@ import llama_cpp.llama_cpp as lib  # isort: skip
 DEFAULT_BUDGET = 0.2
 
 
-class Llama(llama_cpp.Llama):
+class Llama(llama_cpp.Llama):  # type: ignore[misc]
     """`llama_cpp.Llama` with KV cache eviction. Every argument of the parent works as there.
 
-    A prompt is prefilled in full; its last `window` tokens then score all KV entries, the best are kept per layer and KV
-    head, the rest is freed, and decoding goes on from what is left. That happens once per cache: in the first `eval` of
-    two or more tokens after which the budget is smaller than the cache. Later turns are appended, not evicted again.
-    Within `window` tokens of the prompt's end the cache can be rolled back; a prompt that differs earlier is evaluated
-    anew. With `kv_evict=None` the class behaves as its parent.
+    A prompt is prefilled in full; its last `window` tokens then score all KV entries, the best are kept per layer and
+    KV head, the rest is freed, and decoding goes on from what is left. That happens once per cache: in the first `eval`
+    of two or more tokens after which the budget is smaller than the cache. Later turns are appended, not evicted again.
+    The cache can be cut back as far as `window` tokens before the prompt's end, and goes on from there with what was
+    kept; a prompt that differs earlier is evaluated anew. With `kv_evict=None` the class behaves as its parent.
 
     Args:
         model_path: a GGUF file.
         kv_evict: None (off), "laprox", a spec such as "laprox:preset=paper:window=16", or an `EvictionPolicy`.
-        budget: what survives of a prompt's KV entries, window included: a fraction in (0, 1], an int >= 1 (tokens per KV
-            head on average) or a str of bytes such as "64MiB"; default 0.2. The window always stays, whatever the budget.
+        budget: what survives of a prompt's KV entries, window included: a fraction in (0, 1], an int >= 1 (tokens per
+            KV head on average) or a str of bytes such as "64MiB"; default 0.2. The window stays, whatever the budget.
         type_k, type_v: a `GGML_TYPE_*` number as in the parent, or "f32", "f16", "bf16", "q8_0", "q4_0".
-        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window, and takes
-            `swa_full=False` unless told otherwise.
+        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window, and
+            takes `swa_full=False` unless told otherwise.
 
     Raises:
         ValueError: a bad policy or budget; a file that is missing, truncated or not GGUF.
         UnsupportedError: the model or the arguments rule eviction out; the text says why.
-        RuntimeWarning (warning): memory for the evicted cache was refused; the full cache stays in use.
+        RuntimeWarning (warning): a prompt could not be evicted, and the full cache stays in use.
     """
+
+    n_tokens: int
+    _requires_eval: bool
 
     # LAPROX_STORE_MASK in tests: the oracle, which masks instead of freeing
     _store = _native.STORE_RAGGED
@@ -55,17 +59,17 @@ class Llama(llama_cpp.Llama):
         self,
         model_path: str,
         *,
-        kv_evict: Union[str, EvictionPolicy, None] = None,
-        budget: Union[float, int, str, Budget, None] = None,
-        type_k: Union[int, str, None] = None,
-        type_v: Union[int, str, None] = None,
+        kv_evict: str | EvictionPolicy | None = None,
+        budget: float | int | str | Budget | None = None,
+        type_k: int | str | None = None,
+        type_v: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         if kv_evict is None and budget is not None:
             raise ValueError(f"budget={budget!r} has no effect without kv_evict; add kv_evict='laprox' or leave it out")
         self._policy = None if kv_evict is None else EvictionPolicy.parse(kv_evict)
         self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
-        self._fallback: Optional[str] = None
+        self._fallback: str | None = None
         self._prefill = Clock()
         self._decode = Clock()
         model_path = os.fspath(model_path)
@@ -90,7 +94,7 @@ class Llama(llama_cpp.Llama):
             self.context_params.type_k, self.context_params.type_v,
         )  # fmt: skip
 
-    def _init_parent(self, model_path: str, kwargs: Dict[str, Any]) -> None:
+    def _init_parent(self, model_path: str, kwargs: dict[str, Any]) -> None:
         """The parent's constructor; its errors with the reason that it does not know."""
         try:
             super().__init__(model_path, **kwargs)
@@ -103,7 +107,7 @@ class Llama(llama_cpp.Llama):
                 ) from e
             raise
 
-    def _adapt(self, policy: EvictionPolicy, kwargs: Dict[str, Any]) -> None:
+    def _adapt(self, policy: EvictionPolicy, kwargs: dict[str, Any]) -> None:
         """Set what eviction needs, and say so."""
         said = []
         if not kwargs.get("flash_attn"):
@@ -136,7 +140,9 @@ class Llama(llama_cpp.Llama):
         if n > n_ctx:
             raise ValueError(f"{n} tokens exceed the context window of {n_ctx}; raise n_ctx")
         if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
-            raise StateError(f"the evicted cache cannot be cut at token {self.n_tokens}; call reset() and evaluate anew")
+            raise StateError(
+                f"the evicted cache cannot be cut at token {self.n_tokens}; call reset() and evaluate anew"
+            )
         try:
             if len(tokens) == 1:
                 with self._decode.time(1):
@@ -157,15 +163,16 @@ class Llama(llama_cpp.Llama):
         """Whether the cache is to be evicted once `n_new` more tokens are in it."""
         assert self._policy is not None
         n, w = self.n_tokens + n_new, self._policy.window
-        if n <= w or _native.stats(self.ctx).evicted:
+        if n <= w or self._budget.kept(n, w, self._bytes_per_token) + w >= n:
             return False
-        return self._budget.kept(n, w, self._bytes_per_token) + w < n
+        return not _native.stats(self.ctx).evicted
 
     def _eval_prompt(self, policy: EvictionPolicy, tokens: Sequence[int]) -> None:
         w = policy.window
         again = w - len(tokens)
         if again > 0:  # the window reaches back into the cache: decode that part again, so that it is observed
             if not self._can_cut(self.n_tokens - again):
+                self._fall_back(f"the last {w} tokens cannot be observed again, the sliding window has passed them")
                 self._decode_now(tokens)
                 return
             start = self.n_tokens - again
@@ -186,18 +193,23 @@ class Llama(llama_cpp.Llama):
             self._evict(policy, n_prompt)
 
     def _evict(self, policy: EvictionPolicy, n_prompt: int) -> None:
+        """Score the prompt of `n_prompt` tokens just observed, and keep what the budget allows."""
         n_keep = self._budget.n_keep(n_prompt, policy.window, self._n_heads, self._bytes_per_token)
         try:
             _native.score(self.ctx, _native.score_params(policy))
             _native.evict(self.ctx, _native.plan_params(policy, n_keep), self._store)
         except AllocError as e:
-            if self._fallback is None:
-                warnings.warn(f"prompt not evicted, the full cache stays in use: {e}", RuntimeWarning, stacklevel=2)
-            self._fallback = str(e)
+            self._fall_back(str(e))
         else:
             self._fallback = None
 
-    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Optional[Sequence[int]], None]:
+    def _fall_back(self, why: str) -> None:
+        """Go on with the full cache: say so once, and in the statistics."""
+        if self._fallback is None:
+            warnings.warn(f"prompt not evicted, the full cache stays in use: {why}", RuntimeWarning, stacklevel=2)
+        self._fallback = why
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in the parent. A prefix in the cache is reused only as far as the evicted cache still supports it."""
         tokens = list(tokens)
         if self._policy is not None and kwargs.get("reset", args[6] if len(args) > 6 else True):
@@ -227,7 +239,7 @@ class Llama(llama_cpp.Llama):
         # a sliding-window layer holds only its last positions: the window of p0 must still be there
         oldest = lib.llama_memory_seq_pos_min(self._ctx.memory, 0)
         n_swa = lib.llama_model_n_swa(self.model)
-        return n_swa == 0 or oldest <= max(0, p0 - n_swa + 1)
+        return bool(n_swa == 0 or oldest <= max(0, p0 - n_swa + 1))
 
     # ---- what was kept
 
@@ -268,7 +280,7 @@ class Llama(llama_cpp.Llama):
             fallback=self._fallback,
         )
 
-    def kv_kept(self) -> Dict[Tuple[int, int], npt.NDArray[np.int32]]:
+    def kv_kept(self) -> dict[tuple[int, int], npt.NDArray[np.int32]]:
         """Positions held, ascending, for each (model layer, KV head) that can be evicted; window and later tokens too.
 
         Raises StateError when eviction is off.
@@ -280,7 +292,7 @@ class Llama(llama_cpp.Llama):
         tail = np.arange(s.n_prompt - s.n_window, n, dtype=np.int32)
         return {key: np.concatenate([pos, tail]) for key, pos in zip(self._heads(), _native.kept(self.ctx))}
 
-    def kv_scores(self) -> Dict[int, npt.NDArray[np.float32]]:
+    def kv_scores(self) -> dict[int, npt.NDArray[np.float32]]:
         """Raw scores of the last eviction, {model layer: [n_head_kv, n_cand]}, n_cand = N - w.
 
         Raises StateError when eviction is off or nothing was scored since the cache was cleared.
@@ -293,7 +305,7 @@ class Llama(llama_cpp.Llama):
         if self._policy is None:
             raise StateError(f"{what} needs eviction: create the Llama with kv_evict='laprox'")
 
-    def _heads(self) -> "list[tuple[int, int]]":
+    def _heads(self) -> list[tuple[int, int]]:
         return [(il, h) for il, n in self._layers for h in range(n)]
 
     def _kept_per_head(self, window: int) -> npt.NDArray[np.int32]:
@@ -330,8 +342,8 @@ class Llama(llama_cpp.Llama):
                 f"{what} does not work with an evicted cache yet; create the Llama with kv_evict=None to use it"
             )
 
-    def __getstate__(self) -> Dict[str, Any]:
-        state: Dict[str, Any] = super().__getstate__()
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
         return {**state, "kv_evict": self._policy, "budget": None if self._policy is None else self._budget}
 
     def close(self) -> None:
@@ -342,13 +354,13 @@ class Llama(llama_cpp.Llama):
         self._ctx = self._model = self._batch = self.tokenizer_ = Closed(self.model_path)
 
 
-def _refuse(kwargs: Dict[str, Any]) -> None:
+def _refuse(kwargs: dict[str, Any]) -> None:
     """What cannot be combined with eviction, before a model is loaded for nothing."""
     if kwargs.get("embedding"):
         raise UnsupportedError("kv_evict does not work with embedding=True: an embedding model keeps no cache to evict")
     if kwargs.get("draft_model") is not None:
         raise UnsupportedError("kv_evict does not work with draft_model yet: drafts are cut back one by one, unscored")
     if kwargs.get("lora_path") is not None:
-        raise UnsupportedError("kv_evict does not work with lora_path yet: the adapter changes W_O, which the score needs")
+        raise UnsupportedError("kv_evict does not work with lora_path yet: the score does not see the adapter's W_O")
     if kwargs.get("vocab_only"):
         raise UnsupportedError("kv_evict does not work with vocab_only=True: there is no cache to evict")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Any, Dict, Tuple, Union
+from typing import Any
 
 METHODS = ("laprox",)
 METHODS_LATER = (
@@ -16,8 +16,8 @@ ATTENTION = ("max", "l2", "sum")
 NORMALIZE = ("residual", "layer_sum", "zscore", "none")
 ALLOC = ("model", "layer", "head")
 
-_REACH: Dict[str, Any] = dict(attention="max", pool="reach12:0.3", normalize="residual", alloc="model", sinks=4)
-PRESETS: Dict[str, Dict[str, Any]] = {
+_REACH: dict[str, Any] = dict(attention="max", pool="reach12:0.3", normalize="residual", alloc="model", sinks=4)
+PRESETS: dict[str, dict[str, Any]] = {
     "reach": _REACH,
     "l2": {**_REACH, "attention": "l2"},
     "paper": dict(attention="l2", pool="avg7", normalize="layer_sum", alloc="model", sinks=0),
@@ -30,7 +30,7 @@ _UNITS = {"B": 1, "KB": 1000, "MB": 1000**2, "GB": 1000**3, "KiB": 1 << 10, "MiB
 
 @dataclass(frozen=True)
 class Pool:
-    """A parsed `pool`: `kind` is none, reach, avg or max; `size` the reach's radius or the kernel; `decay` reach only."""
+    """A parsed `pool`: `kind` is none, reach, avg or max; `size` the radius or the kernel; `decay` for reach only."""
 
     kind: str
     size: int = 0
@@ -41,7 +41,9 @@ class Pool:
         """Parse `reach12:0.3`, `avg7`, `max7` or `none`. Raises ValueError."""
         m = _POOL.fullmatch(spec)
         if m is None:
-            raise ValueError(f"pool is {spec!r}, expected 'reach<radius>:<decay>', 'avg<kernel>', 'max<kernel>' or 'none'")
+            raise ValueError(
+                f"pool is {spec!r}, expected 'reach<radius>:<decay>', 'avg<kernel>', 'max<kernel>' or 'none'"
+            )
         if m["none"]:
             return cls("none")
         if m["radius"]:
@@ -105,7 +107,7 @@ class EvictionPolicy:
         Pool.parse(self.pool)
 
     @classmethod
-    def parse(cls, spec: Union[str, EvictionPolicy]) -> EvictionPolicy:
+    def parse(cls, spec: str | EvictionPolicy) -> EvictionPolicy:
         """`"laprox"` or `"laprox:preset=paper:window=16:pool=reach12:0.3"`; a policy is returned as it is.
 
         Raises ValueError for an unknown method, option or value.
@@ -115,7 +117,7 @@ class EvictionPolicy:
         if not isinstance(spec, str):
             raise ValueError(f"kv_evict is {spec!r}, expected a string such as 'laprox', an EvictionPolicy or None")
         method, *parts = spec.strip().split(":")
-        options: Dict[str, Any] = {}
+        options: dict[str, Any] = {}
         key = ""
         for part in parts:
             name, eq, value = part.partition("=")
@@ -157,7 +159,7 @@ class Budget:
     value: float
 
     @classmethod
-    def parse(cls, spec: Union[float, int, str, Budget]) -> Budget:
+    def parse(cls, spec: float | int | str | Budget) -> Budget:
         """Parse a budget: 0.05, "0.05" or "5%" of the prompt; 1024 tokens per KV head on average; "64MiB" of K and V.
 
         A float is a fraction in (0, 1], an int counts tokens (at least 1). Raises ValueError, one line.
@@ -220,7 +222,7 @@ class Budget:
         return f"{int(self.value)}B"
 
 
-def _one_of(what: str, value: object, known: Tuple[str, ...]) -> None:
+def _one_of(what: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         raise ValueError(f"unknown {what} {value!r}, expected one of {', '.join(known)}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional, Tuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +15,7 @@ def mib(n_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class KVStats:
-    """State of the KV cache. A row is the K and V of one position in one KV head of one layer; times are milliseconds."""
+    """State of the KV cache. A row is the K and V of one position in one KV head of one layer; times are in ms."""
 
     policy: str = "off"
     budget: str = ""
@@ -26,7 +25,7 @@ class KVStats:
     n_window: int = 0  # w, always kept
     rows_full: int = 0  # rows before the last eviction
     rows_kept: int = 0  # rows right after it, window included
-    layers: Tuple[int, ...] = ()  # model layers that can be evicted
+    layers: tuple[int, ...] = ()  # model layers that can be evicted
     n_layers_untouched: int = 0  # layers that keep a cache of their own (sliding window)
     kept_per_head: npt.NDArray[np.int32] = field(
         default_factory=lambda: np.zeros((0, 0), np.int32)
@@ -43,7 +42,7 @@ class KVStats:
     commit_ms: float = 0.0
     prefill_tps: float = 0.0  # tokens per second of the last prompt, scoring included
     decode_tps: float = 0.0  # tokens per second, one at a time, since that prompt
-    fallback: Optional[str] = None  # why a prompt could not be evicted and went on with the full cache
+    fallback: str | None = None  # why a prompt could not be evicted and went on with the full cache
 
     def __repr__(self) -> str:
         lines = [f"KVStats(policy={self.policy!r}, budget={self.budget!r})"]
@@ -51,7 +50,7 @@ class KVStats:
             lines += self._lines()
         return "\n".join(lines)
 
-    def _lines(self) -> "list[str]":
+    def _lines(self) -> list[str]:
         held = mib(self.bytes_now)
         if self.bytes_reserve:
             held += f" ({mib(self.bytes_reserve)} of it room for new tokens)"

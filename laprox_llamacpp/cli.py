@@ -1,0 +1,185 @@
+"""The command `laprox-llamacpp`. Heavy imports wait until a command needs them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import __version__
+from .errors import LaproxError
+from .models import ModelError
+from .policy import Budget, EvictionPolicy
+
+MAX_ANSWER = 256
+PROG = "laprox-llamacpp"
+
+
+def _parse(parse: Any) -> Any:
+    """An option callback that turns a ValueError into a usage error of one line."""
+
+    def callback(_ctx: click.Context, _param: click.Parameter, value: Any) -> Any:
+        try:
+            if isinstance(value, tuple):
+                return tuple(parse(v) for v in value)
+            return None if value is None else parse(value)
+        except ValueError as e:
+            raise click.BadParameter(str(e)) from e
+
+    return callback
+
+
+policy_option = click.option(
+    "--policy", default="laprox", show_default=True, callback=_parse(EvictionPolicy.parse), metavar="SPEC",
+    help='What to evict, e.g. "laprox:preset=paper:window=16".',
+)  # fmt: skip
+
+
+@click.group()
+@click.version_option(__version__, prog_name=PROG)
+def cli() -> None:
+    """KV cache eviction per layer and KV head for llama.cpp models."""
+
+
+@cli.command()
+@click.option("--model", default="qwen2.5-coder-0.5b", show_default=True, help="A known name or a GGUF chat model.")
+@click.option("--tokens", default=4096, show_default=True, type=click.IntRange(256), help="Least length of the text.")
+@click.option(
+    "--facts", default=3, show_default=True, type=click.IntRange(1, 3), help="Hidden facts; 1 for tiny models."
+)
+@click.option("--seed", default=1, show_default=True, help="Order of the text, facts and numbers.")
+@policy_option
+def demo(model: str, tokens: int, facts: int, seed: int, policy: EvictionPolicy) -> None:
+    """Hide facts in a long text and ask for them at smaller and smaller budgets."""
+    from rich.console import Console
+
+    from . import demo as demo_
+
+    demo_.run(Console(), model=model, policy=str(policy), n_tokens=tokens, n_facts=facts, seed=seed)
+
+
+@cli.command()
+@click.argument("questions", nargs=-1, required=True, metavar="QUESTION...")
+@click.option("--model", default="smollm2-135m", show_default=True, help="A known name or a GGUF chat model.")
+@click.option(
+    "--file", "document", required=True, type=click.File(encoding="utf-8"), help="The text; - reads standard input."
+)
+@click.option("--budget", default="0.2", show_default=True, callback=_parse(Budget.parse), help="0.1, 1024 or 64MiB.")
+@click.option("--ctx", default=0, type=click.IntRange(0), help="Context in tokens; 0 takes the model's own.")
+@click.option("--max-tokens", default=MAX_ANSWER, show_default=True, type=click.IntRange(1), help="Longest answer.")
+@policy_option
+def ask(
+    questions: Sequence[str],
+    model: str,
+    document: Any,
+    budget: Budget,
+    ctx: int,
+    max_tokens: int,
+    policy: EvictionPolicy,
+) -> None:
+    """Ask one or more questions about a long text.
+
+    The text and the first question are read once and evicted down to the budget; later questions follow as further
+    turns of the chat, on what the first one left. Answers go to standard output, statistics to standard error.
+    """
+    text = document.read()
+    from . import models
+
+    path = models.fetch(model)
+    from .llama import Llama
+
+    llm = Llama(str(path), n_ctx=ctx, kv_evict=policy, budget=budget, verbose=False)
+    try:
+        chat: list[dict[str, Any]] = []
+        for question in questions:
+            chat.append({"role": "user", "content": question if chat else f"{text}\n\n{question}"})
+            answer = ""
+            chunks: Any = llm.create_chat_completion(chat, stream=True, max_tokens=max_tokens, temperature=0.0)
+            for chunk in chunks:
+                piece = chunk["choices"][0]["delta"].get("content") or ""
+                answer += piece
+                click.echo(piece, nl=False)
+            click.echo()
+            click.echo(llm.kv_stats().one_line(), err=True)
+            chat.append({"role": "assistant", "content": answer})
+    finally:
+        llm.close()
+
+
+@cli.command()
+def check() -> None:
+    """Print what was built and run a small eviction."""
+    from . import check as check_
+
+    sys.exit(check_.main())
+
+
+@cli.command()
+@click.argument("model", required=False)
+@click.option("--tokens", default=32768, show_default=True, type=click.IntRange(1), help="Tokens of the prompt.")
+@click.option(
+    "--budget", "budgets", multiple=True, default=("0.2", "0.1", "0.05"), show_default=True,
+    callback=_parse(Budget.parse), help="May be repeated.",
+)  # fmt: skip
+@click.option(
+    "--type", "cache_type", default="f16", show_default=True, help="Type of K and V: f32, f16, bf16, q8_0, q4_0."
+)
+def memory(model: str | None, tokens: int, budgets: tuple[Budget, ...], cache_type: str) -> None:
+    """KV bytes of well-known models, or of MODEL (a known name or a GGUF file), whole and evicted."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from . import memory as memory_
+
+    if model is None:
+        shapes = memory_.KNOWN
+    else:
+        shapes = {Path(model).name: memory_.KNOWN.get(model) or memory_.from_gguf(model)}
+    table = Table(title=f"KV MiB after a prompt of {tokens} tokens, {cache_type}")
+    table.add_column("model")
+    for name in ("full", *map(str, budgets)):
+        table.add_column(name, justify="right")
+    for name, shape in shapes.items():
+        sizes = [memory_.full_bytes(shape, tokens, cache_type, cache_type)]
+        sizes += [memory_.evicted_bytes(shape, tokens, b, cache_type, cache_type) for b in budgets]
+        table.add_row(name, *(f"{n / (1 << 20):.0f}" for n in sizes))
+    Console().print(table)
+
+
+@cli.command()
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+def models(names: Sequence[str]) -> None:
+    """List the models that can be fetched by name, or fetch NAME and print its path."""
+    from . import models as models_
+
+    for name in names:
+        click.echo(models_.fetch(name))
+    if not names:
+        for name, known in models_.KNOWN.items():
+            click.echo(f"{name:20} {known.size / 1e6:5.0f} MB  {known.about}")
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command; errors are one line on standard error. Returns the exit status: 2 for usage, 1 for the rest."""
+    try:
+        # None unless --help or the like ended it early
+        status = cli.main(args=None if args is None else list(args), prog_name=PROG, standalone_mode=False)
+        return status if isinstance(status, int) else 0
+    except click.ClickException as e:
+        return _fail(e.format_message(), e.exit_code)
+    except click.Abort:
+        return _fail("interrupted", 130)
+    except (ImportError, LaproxError, ModelError, OSError, ValueError) as e:
+        return _fail(str(e), 1)
+
+
+def _fail(text: str, status: int) -> int:
+    click.echo(f"{PROG}: {' '.join(text.split())}", err=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
