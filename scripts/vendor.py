@@ -369,7 +369,9 @@ def explain(patch: Path, stderr: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Lay out vendor/llama.cpp from the pinned sources, patches/ and native/.")
+    parser = argparse.ArgumentParser(
+        description="Lay out vendor/llama.cpp from the pinned sources, patches/ and native/."
+    )
     parser.add_argument("--check", action="store_true", help="exit 1 when the tree is missing or stale, change nothing")
     args = parser.parse_args(argv)
     layout = default_layout()
