@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Callable
 
 import numpy as np
@@ -58,7 +59,7 @@ def _small_eviction() -> list[tuple[str, bool]]:
     try:
         count: Callable[[str], int] = lambda text: len(llm.tokenize(text.encode(), add_bos=False))  # noqa: E731
         tokens = llm.tokenize(haystack.hide([], 1000, count, seed=0, depths=[]).encode())
-        answer = [token for token, _ in zip(llm.generate(tokens, temp=0.0), range(8))]
+        answer = list(islice(llm.generate(tokens, temp=0.0), 8))
         stats = llm.kv_stats()
         kept = llm.kv_kept()
         n_prompt = len(tokens)

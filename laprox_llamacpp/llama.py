@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _native, gguf_check
-from ._types import kv_row_bytes, to_ggml_type
+from ._types import NAMES, kv_row_bytes, to_ggml_type
 from ._util import Clock, Closed
 from .errors import AllocError, StateError, UnsupportedError
 from .policy import Budget, EvictionPolicy
@@ -86,7 +86,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         finally:
             _native.set_next(None)
         if not _native.enabled(self.ctx):
-            raise UnsupportedError("cannot evict here: the context was created without eviction")
+            raise UnsupportedError("the context was created without eviction, and the library does not say why")
         self._layers = _native.layers(self.ctx)
         self._n_heads = sum(n for _, n in self._layers)
         self._bytes_per_token = self._n_heads * kv_row_bytes(
@@ -100,7 +100,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             super().__init__(model_path, **kwargs)
         except ValueError as e:
             if str(e) == "Failed to create llama_context" and self._policy is not None:
-                raise UnsupportedError(f"cannot evict here: {_native.last_error() or e}") from e
+                raise UnsupportedError(_native.last_error() or str(e)) from e
             if str(e).startswith("Failed to load model from file"):
                 raise ValueError(
                     f"{e} (truncated, or of an architecture that llama.cpp does not know; verbose=True shows its log)"
@@ -212,7 +212,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As in the parent. A prefix in the cache is reused only as far as the evicted cache still supports it."""
         tokens = list(tokens)
-        if self._policy is not None and kwargs.get("reset", args[6] if len(args) > 6 else True):
+        reset = kwargs.get("reset", args[6] if len(args) > 6 else True)
+        if not tokens and (reset or self.n_tokens == 0):
+            raise ValueError("the prompt is empty, expected at least one token")
+        if self._policy is not None and reset:
             self._drop_lost_prefix(tokens)
         yield from super().generate(tokens, *args, **kwargs)
 
@@ -364,3 +367,8 @@ def _refuse(kwargs: dict[str, Any]) -> None:
         raise UnsupportedError("kv_evict does not work with lora_path yet: the score does not see the adapter's W_O")
     if kwargs.get("vocab_only"):
         raise UnsupportedError("kv_evict does not work with vocab_only=True: there is no cache to evict")
+    for name in ("type_k", "type_v"):
+        if kwargs[name] is not None and kwargs[name] not in NAMES.values():
+            raise UnsupportedError(
+                f"{name}={kwargs[name]} does not work with kv_evict, expected one of {', '.join(NAMES)}"
+            )
