@@ -4,12 +4,15 @@
 // laprox_set_next() on the thread that then calls llama_init_from_model(). Life of a prompt of N tokens:
 //
 //     laprox_reserve(ctx, N);                    // optional: the prompt buffer is sized exactly, no growth on the way
-//     llama_decode(ctx, tokens[0 .. N-w));       // any number of calls, any n_batch and n_ubatch
+//     llama_decode(ctx, tokens[0 .. N-w));       // any number of calls, any n_batch and n_ubatch (*)
 //     laprox_observe(ctx, w);                    // the next llama_decode is the observation window
 //     llama_decode(ctx, tokens[N-w .. N));       // exactly w tokens, one ubatch: its queries are captured
 //     laprox_score(ctx, &score);                 // raw scores from those queries and the cache; may be repeated
 //     laprox_evict(ctx, &plan, LAPROX_STORE_RAGGED);
 //     llama_decode(ctx, next token);             // attends to the kept rows and to everything decoded since
+//
+// (*) CPU kernels round differently for different numbers of tokens. Where every ubatch but the last is a multiple of 64
+//     tokens, and the last one is the rest below 64, the scores are the same to the bit for every n_ubatch.
 //
 // Every function returns LAPROX_OK or a negative laprox_status, never aborts on bad input, and leaves the cache as it
 // was when it fails; laprox_last_error() then holds one line of text (per thread). Every struct starts with its size:
@@ -70,7 +73,8 @@ enum laprox_alloc {
 
 enum laprox_store {
     LAPROX_STORE_RAGGED = 0, // kept rows move into ragged storage, the prompt buffer is freed
-    LAPROX_STORE_MASK   = 1, // oracle for tests: the full cache stays, evicted rows are masked; CPU only, frees nothing
+    LAPROX_STORE_MASK   = 1, // oracle: the full cache stays, evicted rows are masked; CPU only, frees nothing. Once the
+                             // later tokens are removed, the same prompt may be scored and evicted again
 };
 
 //

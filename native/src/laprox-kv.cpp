@@ -672,8 +672,11 @@ std::vector<uint32_t> laprox_kv::cells_by_pos() const {
 }
 
 void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store) {
-    if (evicted()) {
+    if (ragged()) {
         laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it first");
+    }
+    if (store != LAPROX_STORE_RAGGED && store != LAPROX_STORE_MASK) {
+        laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
     }
     if (n_prompt == 0 || n_window == 0 || n_window > n_prompt) {
         laprox_throw(LAPROX_E_NO_SCORES, "no observation window was decoded; call laprox_observe() and decode the window first");
@@ -691,6 +694,10 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         for (int64_t h = 0; h < layers[ikv].n_head_kv; ++h) {
             const uint32_t n = *n_kept++;
+
+            if (n > n_cand_new) {
+                laprox_throw(LAPROX_E_ARG, format("a head cannot keep %u of %u candidates", n, n_cand_new));
+            }
 
             for (uint32_t i = 0; i < n; ++i) {
                 if (pos[i] < 0 || pos[i] >= (llama_pos) n_cand_new || (i > 0 && pos[i] <= pos[i - 1])) {
@@ -713,22 +720,23 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
 
     const uint64_t bytes_full = n_bytes_row()*n_prompt;
 
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        layers[ikv].kept.swap(kept[ikv]);
-    }
+    // on failure the last kept set comes back with the phase that it belongs to
+    const auto swap_kept = [&] {
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            layers[ikv].kept.swap(kept[ikv]);
+        }
+    };
+
+    swap_kept();
 
     try {
-        switch (store) {
-            case LAPROX_STORE_RAGGED: commit_ragged(cells, n_cand_new); break;
-            case LAPROX_STORE_MASK:   commit_masked(cells, n_cand_new); break;
-            default: laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
+        if (store == LAPROX_STORE_RAGGED) {
+            commit_ragged(cells, n_cand_new);
+        } else {
+            commit_masked(cells, n_cand_new);
         }
     } catch (...) {
-        for (auto & layer : layers) {
-            layer.kept.clear();
-            layer.row0.clear();
-            layer.keep_mask = nullptr;
-        }
+        swap_kept();
         throw;
     }
 
@@ -736,15 +744,20 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     n_cand     = n_cand_new;
     stale      = true;
 
-    // what only the scoring needed
-    buf_obs.reset();
-    ctx_obs.reset();
-    for (auto & layer : layers) {
-        layer.q_obs = nullptr;
-        layer.r_obs = nullptr;
-    }
+    if (ragged()) {
+        // what only scoring and masking needed
+        for (auto & layer : layers) {
+            layer.q_obs     = nullptr;
+            layer.r_obs     = nullptr;
+            layer.keep_mask = nullptr;
+        }
+        buf_obs.reset();
+        ctx_obs.reset();
+        buf_mask.reset();
+        ctx_mask.reset();
 
-    laprox_trim();
+        laprox_trim();
+    }
 
     stats.evicted     = true;
     stats.n_prompt    = n_prompt;
@@ -837,8 +850,10 @@ void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_ca
 
     ggml_context_ptr ctx(ggml_init(params_ctx));
 
-    for (auto & layer : layers) {
-        layer.keep_mask = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, kv.get_size(), 1, layer.n_head);
+    std::vector<ggml_tensor *> masks;
+
+    for (const auto & layer : layers) {
+        masks.push_back(ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, kv.get_size(), 1, layer.n_head));
     }
 
     ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
@@ -851,7 +866,11 @@ void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_ca
     const ggml_fp16_t keep = ggml_fp32_to_fp16(0.0f);
     const ggml_fp16_t drop = ggml_fp32_to_fp16(-INFINITY);
 
-    for (auto & layer : layers) {
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        auto & layer = layers[ikv];
+
+        layer.keep_mask = masks[ikv];
+
         for (int64_t h = 0; h < layer.n_head; ++h) {
             ggml_fp16_t * data = (ggml_fp16_t *) layer.keep_mask->data + h*layer.keep_mask->ne[0];
 

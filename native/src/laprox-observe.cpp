@@ -113,7 +113,7 @@ void laprox_kv::score(const laprox_score_params & sparams) {
     if (sparams.attention < LAPROX_ATTENTION_MAX || sparams.attention > LAPROX_ATTENTION_SUM) {
         laprox_throw(LAPROX_E_ARG, format("unknown attention statistic %d", sparams.attention));
     }
-    if (evicted()) {
+    if (ragged()) {
         laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it before another prompt is scored");
     }
     if (n_prompt == 0 || !lctx) {
