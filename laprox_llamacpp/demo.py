@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from . import haystack, models
+from ._util import Clock
 from .llama import Llama
 from .policy import EvictionPolicy
 from .stats import KVStats
@@ -55,6 +56,7 @@ class _FullFirst(Llama):
         self._ctx.kv_cache_seq_rm(-1, self._due, -1)
         self.n_tokens = self._due
         self._requires_eval = True
+        self._decode = Clock()
         super()._evict(self._policy, self._due)
 
 
