@@ -94,9 +94,9 @@ def _declare(name: str, restype: Any, *argtypes: Any) -> Any:
 
 _build_info = _declare("laprox_build_info", c_char_p)
 _last_error = _declare("laprox_last_error", c_char_p)
-_context_default_params = _declare("laprox_context_default_params", ContextParams)
-_score_default_params = _declare("laprox_score_default_params", ScoreParams)
-_plan_default_params = _declare("laprox_plan_default_params", PlanParams)
+_context_default_params = _declare("laprox_context_default_params", c_int32, POINTER(ContextParams))
+_score_default_params = _declare("laprox_score_default_params", c_int32, POINTER(ScoreParams))
+_plan_default_params = _declare("laprox_plan_default_params", c_int32, POINTER(PlanParams))
 _set_next = _declare("laprox_set_next", c_int32, POINTER(ContextParams))
 _enabled = _declare("laprox_enabled", c_bool, c_void_p)
 _reserve = _declare("laprox_reserve", c_int32, c_void_p, c_uint32)
@@ -148,7 +148,8 @@ def build_info() -> dict[str, str]:
 
 def context_params(n_reserve: int | None = None) -> ContextParams:
     """Defaults; `n_reserve` rows per head held ready for new tokens."""
-    params: ContextParams = _context_default_params()
+    params = ContextParams(ctypes.sizeof(ContextParams))
+    _check(_context_default_params(ctypes.byref(params)))
     if n_reserve is not None:
         params.n_reserve = n_reserve
     return params
@@ -156,7 +157,8 @@ def context_params(n_reserve: int | None = None) -> ContextParams:
 
 def score_params(policy: EvictionPolicy, composed: bool = False) -> ScoreParams:
     """How to score; `composed` builds it from stock ops (slow cross-check)."""
-    params: ScoreParams = _score_default_params()
+    params = ScoreParams(ctypes.sizeof(ScoreParams))
+    _check(_score_default_params(ctypes.byref(params)))
     params.attention = ATTENTION[policy.attention]
     params.value_norm = policy.value_norm
     params.composed = composed
@@ -165,7 +167,8 @@ def score_params(policy: EvictionPolicy, composed: bool = False) -> ScoreParams:
 
 def plan_params(policy: EvictionPolicy, n_keep: int) -> PlanParams:
     """How to choose `n_keep` candidates (over all heads, the window excluded) from the scores."""
-    params: PlanParams = _plan_default_params()
+    params = PlanParams(ctypes.sizeof(PlanParams))
+    _check(_plan_default_params(ctypes.byref(params)))
     pool = Pool.parse(policy.pool)
     params.pool, params.pool_size, params.pool_decay = POOL[pool.kind], pool.size, pool.decay
     params.normalize = NORMALIZE[policy.normalize]

@@ -23,6 +23,7 @@ import llama_cpp  # isort: skip
 import llama_cpp.llama_cpp as lib  # isort: skip
 
 DEFAULT_BUDGET = 0.2
+_STEP = 64  # tokens; see Llama._eval_prefix
 
 
 class Llama(llama_cpp.Llama):  # type: ignore[misc]
@@ -40,7 +41,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         budget: what survives of a prompt's KV entries, window included: a fraction in (0, 1], an int >= 1 (tokens per
             KV head on average) or a str of bytes such as "64MiB"; default 0.2. The window stays, whatever the budget.
         type_k, type_v: a `GGML_TYPE_*` number as in the parent, or "f32", "f16", "bf16", "q8_0", "q4_0".
-        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window, and
+        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window and to 64, and
             takes `swa_full=False` unless told otherwise.
 
     Raises:
@@ -114,9 +115,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             kwargs["flash_attn"] = True
             said.append("flash_attn=True")
         for name in ("n_batch", "n_ubatch"):
-            if kwargs.get(name, 512) < policy.window:
-                kwargs[name] = policy.window
-                said.append(f"{name}={policy.window} (the window)")
+            least = max(policy.window, _STEP)
+            if kwargs.get(name, 512) < least:
+                kwargs[name] = least
+                said.append(f"{name}={least} (the window is one ubatch, the prompt before it goes in steps of {_STEP})")
         if kwargs.get("swa_full") is None:
             kwargs["swa_full"] = False
             said.append("swa_full=False")
@@ -183,14 +185,24 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._prefill, self._decode = Clock(), Clock()
         with self._prefill.time(len(tokens)):
             _native.reserve(self.ctx, len(tokens))
-            if len(tokens) > w:
-                super().eval(tokens[:-w])
+            self._eval_prefix(tokens[:-w])
             _native.observe(self.ctx, w)
             try:
                 self._decode_now(tokens[-w:])
             finally:
                 _native.observe(self.ctx, 0)
             self._evict(policy, n_prompt)
+
+    def _eval_prefix(self, tokens: Sequence[int]) -> None:
+        """Decode what precedes the window in steps that make the scores the same, to the bit, for every n_batch and
+        n_ubatch: CPU kernels round differently for different numbers of tokens, but alike for multiples of 64.
+        """
+        step = max(_STEP, min(self.n_batch, self.context_params.n_ubatch) // _STEP * _STEP)
+        whole = len(tokens) // _STEP * _STEP
+        for start in range(0, whole, step):
+            super().eval(tokens[start : min(start + step, whole)])
+        if whole < len(tokens):
+            super().eval(tokens[whole:])
 
     def _evict(self, policy: EvictionPolicy, n_prompt: int) -> None:
         """Score the prompt of `n_prompt` tokens just observed, and keep what the budget allows."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +32,7 @@ def plan(
     n_sink: int = 0,
     residual: npt.NDArray[Any] | None = None,
 ) -> Kept:
-    params = _native._plan_default_params()
+    params = _native.PlanParams(ctypes.sizeof(_native.PlanParams))
     params.pool, params.pool_size, params.pool_decay = _native.POOL[pool[0]], pool[1], 0.3
     params.normalize, params.alloc = _native.NORMALIZE[normalize], _native.ALLOC[alloc]
     params.n_sink, params.n_keep = n_sink, n_keep

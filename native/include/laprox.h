@@ -16,7 +16,7 @@
 //
 // Every function returns LAPROX_OK or a negative laprox_status, never aborts on bad input, and leaves the cache as it
 // was when it fails; laprox_last_error() then holds one line of text (per thread). Every struct starts with its size:
-// fill it with the matching *_default_params(), so that an older caller keeps working with a newer library.
+// set it, then fill the struct with the matching *_default_params(). An older caller keeps working with a newer library.
 
 #ifndef LAPROX_H
 #define LAPROX_H
@@ -138,9 +138,10 @@ LLAMA_API const char * laprox_build_info (void); // "key=value" lines: compiler,
 LLAMA_API size_t       laprox_sizeof     (const char * llama_struct); // of llama.h, 0: unknown name
 LLAMA_API const char * laprox_last_error (void);
 
-LLAMA_API struct laprox_context_params laprox_context_default_params(void);
-LLAMA_API struct laprox_score_params   laprox_score_default_params  (void);
-LLAMA_API struct laprox_plan_params    laprox_plan_default_params   (void);
+// params->struct_size set by the caller: no more than that is written
+LLAMA_API int32_t laprox_context_default_params(struct laprox_context_params * params);
+LLAMA_API int32_t laprox_score_default_params  (struct laprox_score_params   * params);
+LLAMA_API int32_t laprox_plan_default_params   (struct laprox_plan_params    * params);
 
 // Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
 // laprox_last_error() says why, when the model or the context's parameters do not allow it.

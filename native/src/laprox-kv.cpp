@@ -581,6 +581,18 @@ void laprox_kv::check(const llama_context & ctx) const {
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         const auto & layer = layers[ikv];
 
+        for (const auto * t : { kv.layers[ikv].k, kv.layers[ikv].v }) {
+            switch (t->type) {
+                case GGML_TYPE_F32:
+                case GGML_TYPE_F16:
+                case GGML_TYPE_BF16:
+                case GGML_TYPE_Q8_0:
+                case GGML_TYPE_Q4_0:
+                    break;
+                default:
+                    refuse(format("cache type %s; use f32, f16, bf16, q8_0 or q4_0", ggml_type_name(t->type)));
+            }
+        }
         if (!ggml_backend_buffer_is_host(kv.layers[ikv].k->buffer)) {
             refuse("the KV cache is in device memory; pass offload_kqv=False (or n_gpu_layers=0) to keep it in host memory");
         }

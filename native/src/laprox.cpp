@@ -122,14 +122,14 @@ size_t laprox_sizeof(const char * llama_struct) {
 // defaults
 //
 
-laprox_context_params laprox_context_default_params(void) {
+static laprox_context_params laprox_context_defaults() {
     return {
         /*.struct_size =*/ sizeof(laprox_context_params),
         /*.n_reserve   =*/ 256,
     };
 }
 
-laprox_score_params laprox_score_default_params(void) {
+static laprox_score_params laprox_score_defaults() {
     return {
         /*.struct_size =*/ sizeof(laprox_score_params),
         /*.attention   =*/ LAPROX_ATTENTION_MAX,
@@ -138,7 +138,7 @@ laprox_score_params laprox_score_default_params(void) {
     };
 }
 
-laprox_plan_params laprox_plan_default_params(void) {
+static laprox_plan_params laprox_plan_defaults() {
     return {
         /*.struct_size =*/ sizeof(laprox_plan_params),
         /*.pool        =*/ LAPROX_POOL_REACH,
@@ -151,18 +151,32 @@ laprox_plan_params laprox_plan_default_params(void) {
     };
 }
 
+int32_t laprox_context_default_params(laprox_context_params * params) {
+    return laprox_guard([&] { laprox_write(params, laprox_context_defaults()); });
+}
+
+int32_t laprox_score_default_params(laprox_score_params * params) {
+    return laprox_guard([&] { laprox_write(params, laprox_score_defaults()); });
+}
+
+int32_t laprox_plan_default_params(laprox_plan_params * params) {
+    return laprox_guard([&] { laprox_write(params, laprox_plan_defaults()); });
+}
+
 //
 // context
 //
 
 int32_t laprox_set_next(const laprox_context_params * params) {
+    laprox_set_error(""); // a context that then fails for another reason has no text of ours
+
     return laprox_guard([&] {
         if (!params) {
             laprox_set_next_params(nullptr);
             return;
         }
 
-        const auto cur = laprox_read(params, laprox_context_default_params());
+        const auto cur = laprox_read(params, laprox_context_defaults());
         if (cur.n_reserve < 1 || cur.n_reserve > (1u << 20)) {
             laprox_throw(LAPROX_E_ARG, format("n_reserve is %u, expected 1 to %u rows", cur.n_reserve, 1u << 20));
         }
@@ -199,7 +213,7 @@ int32_t laprox_observe(llama_context * ctx, uint32_t n_window) {
 
 int32_t laprox_score(llama_context * ctx, const laprox_score_params * params) {
     return laprox_guard([&] {
-        laprox_get(ctx).score(laprox_read(params, laprox_score_default_params()));
+        laprox_get(ctx).score(laprox_read(params, laprox_score_defaults()));
     });
 }
 
@@ -270,7 +284,7 @@ int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int
 
         laprox_need_scores(lx);
 
-        const auto plan = laprox_read(params, laprox_plan_default_params());
+        const auto plan = laprox_read(params, laprox_plan_defaults());
 
         const uint32_t n_cand = lx.n_prompt - lx.n_window;
 
@@ -401,7 +415,7 @@ int32_t laprox_plan(
                         uint32_t * n_kept,
                        llama_pos * pos) {
     return laprox_guard([&] {
-        const auto plan = laprox_read(params, laprox_plan_default_params());
+        const auto plan = laprox_read(params, laprox_plan_defaults());
 
         std::string error;
 
