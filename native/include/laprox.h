@@ -35,7 +35,7 @@ extern "C" {
 #define LAPROX_ABI_VERSION 1
 
 enum laprox_status {
-    LAPROX_OK            =  0,
+    LAPROX_OK            = 0,
     LAPROX_E_ARG         = -1, // an argument is out of range
     LAPROX_E_UNSUPPORTED = -2, // this model or context cannot be evicted
     LAPROX_E_STATE       = -3, // not now: eviction is off, the cache is already evicted, ...
@@ -134,20 +134,20 @@ struct laprox_stats {
 };
 
 LLAMA_API uint32_t     laprox_abi_version(void);
-LLAMA_API const char * laprox_build_info (void); // "key=value" lines: compiler, flags, patches
-LLAMA_API size_t       laprox_sizeof     (const char * llama_struct); // of llama.h, 0: unknown name
-LLAMA_API const char * laprox_last_error (void);
+LLAMA_API const char * laprox_build_info(void); // "key=value" lines: compiler, flags, patches
+LLAMA_API size_t       laprox_sizeof(const char * llama_struct); // of llama.h, 0: unknown name
+LLAMA_API const char * laprox_last_error(void);
 
 // params->struct_size set by the caller: no more than that is written
 LLAMA_API int32_t laprox_context_default_params(struct laprox_context_params * params);
-LLAMA_API int32_t laprox_score_default_params  (struct laprox_score_params   * params);
-LLAMA_API int32_t laprox_plan_default_params   (struct laprox_plan_params    * params);
+LLAMA_API int32_t laprox_score_default_params(struct laprox_score_params * params);
+LLAMA_API int32_t laprox_plan_default_params(struct laprox_plan_params * params);
 
 // Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
 // laprox_last_error() says why, when the model or the context's parameters do not allow it.
 LLAMA_API int32_t laprox_set_next(const struct laprox_context_params * params);
 
-LLAMA_API bool    laprox_enabled(const struct llama_context * ctx);
+LLAMA_API bool laprox_enabled(const struct llama_context * ctx);
 
 //
 // one prompt
@@ -197,13 +197,13 @@ LLAMA_API int32_t laprox_set_reference_kernels(struct llama_context * ctx, bool 
 // n_kept [sum of n_head_kv] and pos [params->n_keep] are written. Ties: higher score, then lower (layer, head, position).
 LLAMA_API int32_t laprox_plan(
         const struct laprox_plan_params * params,
-                               uint32_t   n_layer,
-                         const uint32_t * n_head_kv,
-                               uint32_t   n_cand,
-                            const float * scores,
-                            const float * residual,
-                               uint32_t * n_kept,
-                              llama_pos * pos);
+        uint32_t                          n_layer,
+        const uint32_t *                  n_head_kv,
+        uint32_t                          n_cand,
+        const float *                     scores,
+        const float *                     residual,
+        uint32_t *                        n_kept,
+        llama_pos *                       pos);
 
 #ifdef __cplusplus
 }

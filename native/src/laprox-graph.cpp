@@ -35,17 +35,17 @@ static ggml_tensor * laprox_find_residual(ggml_tensor * v_cur, int64_t n_embd, i
 
 ggml_tensor * laprox_kv::build_attn(
         const llm_graph_context & graph,
-                    ggml_tensor * q,
-                    ggml_tensor * k,
-                    ggml_tensor * v,
-                    ggml_tensor * v_cur,
-                    ggml_tensor * kq_mask,
-                    ggml_tensor * kq_b,
-                    ggml_tensor * sinks,
-                    ggml_tensor * wo,
-                    ggml_tensor * wo_s,
-                          float   kq_scale,
-                            int   il) {
+        ggml_tensor *             q,
+        ggml_tensor *             k,
+        ggml_tensor *             v,
+        ggml_tensor *             v_cur,
+        ggml_tensor *             kq_mask,
+        ggml_tensor *             kq_b,
+        ggml_tensor *             sinks,
+        ggml_tensor *             wo,
+        ggml_tensor *             wo_s,
+        float                     kq_scale,
+        int                       il) {
     const size_t ikv = kv.map_layer_ids.at(il);
 
     auto & layer = layers[ikv];
@@ -65,7 +65,7 @@ ggml_tensor * laprox_kv::build_attn(
         layer.refusal = "adds a bias to the attention scores";
     } else if (sinks) {
         layer.refusal = "has learned attention sinks";
-    } else if (wo->ne[0] != layer.n_head*layer.n_embd_head_v) {
+    } else if (wo->ne[0] != layer.n_head * layer.n_embd_head_v) {
         layer.refusal = "does not feed its heads to the output projection as they are";
     } else if (!x) {
         layer.refusal = "hides the residual stream that its values are made of";
@@ -76,23 +76,22 @@ ggml_tensor * laprox_kv::build_attn(
     if (observed && graph.n_tokens == n_window) { // worst-case graphs have other sizes
         ggml_tensor * norm = ggml_sqrt(ctx0, ggml_sum_rows(ctx0, ggml_sqr(ctx0, x)));
 
-        ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, q,    layer.q_obs));
+        ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, q, layer.q_obs));
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, norm, layer.r_obs));
     }
 
     switch (phase) {
         case LAPROX_PHASE_RAGGED:
             return build_attn_ragged(graph, layer, q, k, v, kq_mask, kq_scale);
-        case LAPROX_PHASE_MASKED:
-            {
+        case LAPROX_PHASE_MASKED: {
                 // [n_kv, n_tokens] for all heads and [n_kv, 1, n_head] for all tokens -> one mask per head
-                ggml_tensor * keep = ggml_view_3d(ctx0, layer.keep_mask, kq_mask->ne[0], 1, layer.n_head,
-                        layer.keep_mask->nb[1], layer.keep_mask->nb[2], 0);
+            ggml_tensor * keep = ggml_view_3d(ctx0, layer.keep_mask, kq_mask->ne[0], 1, layer.n_head,
+                    layer.keep_mask->nb[1], layer.keep_mask->nb[2], 0);
 
-                ggml_tensor * mask = ggml_repeat_4d(ctx0, kq_mask, kq_mask->ne[0], kq_mask->ne[1], layer.n_head, 1);
+            ggml_tensor * mask = ggml_repeat_4d(ctx0, kq_mask, kq_mask->ne[0], kq_mask->ne[1], layer.n_head, 1);
 
-                kq_mask = ggml_add(ctx0, mask, keep);
-            } break;
+            kq_mask = ggml_add(ctx0, mask, keep);
+        } break;
         case LAPROX_PHASE_FULL:
             break;
     }
@@ -105,16 +104,16 @@ ggml_tensor * laprox_kv::build_attn(
 // q [n_embd_head_k, n_head, n_tokens], k [n_embd_head_k, n_rows], v [n_embd_head_v, n_rows]
 ggml_tensor * laprox_kv::build_attn_ragged(
         const llm_graph_context & graph,
-             const laprox_layer & layer,
-                    ggml_tensor * q,
-                    ggml_tensor * k,
-                    ggml_tensor * v,
-                    ggml_tensor * kq_mask,
-                          float   kq_scale) const {
+        const laprox_layer &      layer,
+        ggml_tensor *             q,
+        ggml_tensor *             k,
+        ggml_tensor *             v,
+        ggml_tensor *             kq_mask,
+        float                     kq_scale) const {
     auto * ctx0 = graph.ctx0;
 
     const int64_t n_tokens = q->ne[2];
-    const int64_t n_gqa    = layer.n_head/layer.n_head_kv;
+    const int64_t n_gqa    = layer.n_head / layer.n_head_kv;
     const int64_t n_mask   = kq_mask->ne[0];
     const int64_t n_view   = n_mask - n_kept_max; // tail rows
 
@@ -124,11 +123,11 @@ ggml_tensor * laprox_kv::build_attn_ragged(
         const int64_t n_kept = layer.kept[h].size();
         const int64_t n_kv   = n_kept + n_view;
 
-        ggml_tensor * q_h = ggml_view_3d(ctx0, q, q->ne[0], n_gqa, n_tokens, q->nb[1], q->nb[2], h*n_gqa*q->nb[1]);
-        ggml_tensor * k_h = ggml_view_2d(ctx0, k, k->ne[0], n_kv, k->nb[1], layer.row0[h]*k->nb[1]);
-        ggml_tensor * v_h = ggml_view_2d(ctx0, v, v->ne[0], n_kv, v->nb[1], layer.row0[h]*v->nb[1]);
+        ggml_tensor * q_h = ggml_view_3d(ctx0, q, q->ne[0], n_gqa, n_tokens, q->nb[1], q->nb[2], h * n_gqa * q->nb[1]);
+        ggml_tensor * k_h = ggml_view_2d(ctx0, k, k->ne[0], n_kv, k->nb[1], layer.row0[h] * k->nb[1]);
+        ggml_tensor * v_h = ggml_view_2d(ctx0, v, v->ne[0], n_kv, v->nb[1], layer.row0[h] * v->nb[1]);
 
-        ggml_tensor * mask = ggml_view_2d(ctx0, kq_mask, n_kv, n_tokens, kq_mask->nb[1], (n_kept_max - n_kept)*kq_mask->nb[0]);
+        ggml_tensor * mask = ggml_view_2d(ctx0, kq_mask, n_kv, n_tokens, kq_mask->nb[1], (n_kept_max - n_kept) * kq_mask->nb[0]);
 
         // as the stock attention does
         if (k_h->type == GGML_TYPE_F32) {
@@ -161,7 +160,7 @@ ggml_tensor * laprox_kv::build_attn_ragged(
         out.swap(next);
     }
 
-    ggml_tensor * cur = ggml_reshape_2d(ctx0, out[0], layer.n_embd_head_v*layer.n_head, n_tokens);
+    ggml_tensor * cur = ggml_reshape_2d(ctx0, out[0], layer.n_embd_head_v * layer.n_head, n_tokens);
 
     ggml_build_forward_expand(graph.gf, cur);
 

@@ -12,7 +12,7 @@
 #include <stdexcept>
 
 #if defined(__GLIBC__)
-#include <malloc.h>
+#    include <malloc.h>
 #endif
 
 // rows are viewed in multiples of this, so that the graph stays the same over as many tokens
@@ -23,7 +23,8 @@ void laprox_throw(laprox_status status, const std::string & text) {
     throw laprox_error { status, text };
 }
 
-laprox_kv::laprox_kv(llama_kv_cache & kv, const laprox_context_params & params) : kv(kv), params(params) {}
+laprox_kv::laprox_kv(llama_kv_cache & kv, const laprox_context_params & params) :
+    kv(kv), params(params) {}
 
 void laprox_kv::init() {
     const auto & hparams = kv.hparams;
@@ -81,8 +82,8 @@ uint64_t laprox_kv::n_head_kv_total() const {
 uint64_t laprox_kv::n_bytes_row() const {
     uint64_t n = 0;
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        n += ggml_row_size(kv.layers[ikv].k->type, layers[ikv].n_embd_head_k)*layers[ikv].n_head_kv;
-        n += ggml_row_size(kv.layers[ikv].v->type, layers[ikv].n_embd_head_v)*layers[ikv].n_head_kv;
+        n += ggml_row_size(kv.layers[ikv].k->type, layers[ikv].n_embd_head_k) * layers[ikv].n_head_kv;
+        n += ggml_row_size(kv.layers[ikv].v->type, layers[ikv].n_embd_head_v) * layers[ikv].n_head_kv;
     }
 
     return n;
@@ -110,9 +111,9 @@ laprox_rows laprox_kv::alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int6
     const auto & layer = kv.layers[ikv];
 
     const ggml_init_params params_ctx = {
-        /*.mem_size   =*/ 4*ggml_tensor_overhead(),
-        /*.mem_buffer =*/ nullptr,
-        /*.no_alloc   =*/ true,
+        /*.mem_size   =*/4 * ggml_tensor_overhead(),
+        /*.mem_buffer =*/nullptr,
+        /*.no_alloc   =*/true,
     };
 
     laprox_rows res;
@@ -132,7 +133,7 @@ laprox_rows laprox_kv::alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int6
 
     res.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(res.ctx.get(), buft));
     if (!res.buf) {
-        laprox_throw(LAPROX_E_ALLOC, format("%.1f MiB of KV memory were refused", (ggml_nbytes(res.k) + ggml_nbytes(res.v))/1024.0/1024.0));
+        laprox_throw(LAPROX_E_ALLOC, format("%.1f MiB of KV memory were refused", (ggml_nbytes(res.k) + ggml_nbytes(res.v)) / 1024.0 / 1024.0));
     }
 
     return res;
@@ -160,7 +161,7 @@ static void laprox_trim() {
 
 static void laprox_zero_rows(ggml_tensor * t, uint64_t row0, uint64_t n) {
     if (n > 0) {
-        ggml_backend_tensor_memset(t, 0, row0*t->nb[1], n*t->nb[1]);
+        ggml_backend_tensor_memset(t, 0, row0 * t->nb[1], n * t->nb[1]);
     }
 }
 
@@ -198,7 +199,7 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
         const auto & old = kv.layers[ikv];
 
         for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            ggml_backend_tensor_set(dst, src->data, 0, n_copy*src->nb[1]);
+            ggml_backend_tensor_set(dst, src->data, 0, n_copy * src->nb[1]);
             laprox_zero_rows(dst, n_copy, n_rows_new - n_copy);
         }
 
@@ -219,7 +220,7 @@ void laprox_kv::reset_full() {
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         const auto & l = layers[ikv];
 
-        rows.push_back(alloc_rows(ikv, l.n_embd_head_k*l.n_head_kv, l.n_embd_head_v*l.n_head_kv, n_rows_init()));
+        rows.push_back(alloc_rows(ikv, l.n_embd_head_k * l.n_head_kv, l.n_embd_head_v * l.n_head_kv, n_rows_init()));
 
         laprox_zero_rows(rows[ikv].k, 0, n_rows_init());
         laprox_zero_rows(rows[ikv].v, 0, n_rows_init());
@@ -265,7 +266,7 @@ void laprox_kv::grow_tail(uint32_t n_cap_new) {
             for (int64_t h = 0; h < l.n_head_kv; ++h) {
                 const uint64_t n_copy = l.kept[h].size() + tail.size();
 
-                ggml_backend_tensor_set(dst, (const char *) src->data + l.row0[h]*src->nb[1], row0_new[ikv][h]*dst->nb[1], n_copy*dst->nb[1]);
+                ggml_backend_tensor_set(dst, (const char *) src->data + l.row0[h] * src->nb[1], row0_new[ikv][h] * dst->nb[1], n_copy * dst->nb[1]);
                 laprox_zero_rows(dst, row0_new[ikv][h] + n_copy, n_cap_new - tail.size());
             }
         }
@@ -304,7 +305,7 @@ void laprox_kv::ensure(uint32_t n_tokens, bool exact) {
     const uint32_t n_need = std::min(kv.get_size(), std::max(kv.v_heads[0], kv.v_cells[0].used_max_p1()) + n_tokens);
 
     if (n_need > n_rows()) {
-        const uint32_t n_want = exact ? n_need : std::max(n_need, n_rows() + n_rows()/2);
+        const uint32_t n_want = exact ? n_need : std::max(n_need, n_rows() + n_rows() / 2);
 
         grow_full(std::min(kv.get_size(), GGML_PAD(n_want, LAPROX_ROWS_STEP)));
     }
@@ -469,7 +470,7 @@ void laprox_kv::set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) c
     const size_t n_mask = dst->ne[0];
 
     for (uint32_t t = 0; t < ubatch.n_tokens; ++t) {
-        ggml_fp16_t * row = (ggml_fp16_t *) ((char *) dst->data + t*dst->nb[1]);
+        ggml_fp16_t * row = (ggml_fp16_t *) ((char *) dst->data + t * dst->nb[1]);
 
         std::fill(row, row + n_kept_max, keep);
         std::fill(row + n_kept_max, row + n_mask, drop);
@@ -490,14 +491,14 @@ ggml_tensor * laprox_kv::cpy(ggml_context * ctx, ggml_tensor * rows, ggml_tensor
     if (!ggml_is_contiguous(cur)) {
         cur = ggml_cont(ctx, cur);
     }
-    cur = ggml_reshape_2d(ctx, cur, cur->ne[0], n_head*n_tokens);
+    cur = ggml_reshape_2d(ctx, cur, cur->ne[0], n_head * n_tokens);
 
     size_t offs = 0;
     for (size_t i = 0; i < ikv; ++i) {
-        offs += layers[i].n_head_kv*n_tokens;
+        offs += layers[i].n_head_kv * n_tokens;
     }
 
-    return ggml_set_rows(ctx, rows, cur, ggml_view_1d(ctx, idxs, n_head*n_tokens, offs*idxs->nb[0]));
+    return ggml_set_rows(ctx, rows, cur, ggml_view_1d(ctx, idxs, n_head * n_tokens, offs * idxs->nb[0]));
 }
 
 //
@@ -518,8 +519,7 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
             observing = false;
 
             if (n_tokens != n_window || n_tokens > ctx.n_ubatch()) {
-                laprox_throw(LAPROX_E_ARG, format("the observation window takes one ubatch of exactly %u tokens, this batch has %u (n_ubatch %u)",
-                            n_window, n_tokens, ctx.n_ubatch()));
+                laprox_throw(LAPROX_E_ARG, format("the observation window takes one ubatch of exactly %u tokens, this batch has %u (n_ubatch %u)", n_window, n_tokens, ctx.n_ubatch()));
             }
 
             n_prompt = kv.v_cells[0].seq_pos_max(0) + 1 + n_tokens;
@@ -540,7 +540,7 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
     }
 
     const bool res = stale;
-    stale = false;
+    stale          = false;
 
     return res;
 }
@@ -549,7 +549,7 @@ uint32_t laprox_kv::n_extra_nodes() const {
     // per KV head: views of q, k, v and mask, casts of an F32 cache, the attention, its share of the concatenation
     uint64_t n = 0;
     for (const auto & layer : layers) {
-        n += 12*layer.n_head_kv + 16;
+        n += 12 * layer.n_head_kv + 16;
     }
 
     return n;
@@ -633,9 +633,9 @@ void laprox_kv::observe(uint32_t n_window_new) {
     n_window = n_window_new;
 
     const ggml_init_params params_ctx = {
-        /*.mem_size   =*/ 2*layers.size()*ggml_tensor_overhead(),
-        /*.mem_buffer =*/ nullptr,
-        /*.no_alloc   =*/ true,
+        /*.mem_size   =*/2 * layers.size() * ggml_tensor_overhead(),
+        /*.mem_buffer =*/nullptr,
+        /*.no_alloc   =*/true,
     };
 
     buf_obs.reset();
@@ -719,7 +719,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
 
             kept[ikv].emplace_back(pos, pos + n);
 
-            pos          += n;
+            pos += n;
             n_kept_total += n;
         }
     }
@@ -730,7 +730,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
 
     const int64_t t_start_us = ggml_time_us();
 
-    const uint64_t bytes_full = n_bytes_row()*n_prompt;
+    const uint64_t bytes_full = n_bytes_row() * n_prompt;
 
     // on failure the last kept set comes back with the phase that it belongs to
     const auto swap_kept = [&] {
@@ -774,11 +774,11 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     stats.evicted     = true;
     stats.n_prompt    = n_prompt;
     stats.n_window    = n_window;
-    stats.rows_full   = n_head_kv_total()*n_prompt;
-    stats.rows_kept   = n_head_kv_total()*n_window + n_kept_total;
+    stats.rows_full   = n_head_kv_total() * n_prompt;
+    stats.rows_kept   = n_head_kv_total() * n_window + n_kept_total;
     stats.n_grown     = 0;
     stats.bytes_full  = bytes_full;
-    stats.t_commit_ms = (ggml_time_us() - t_start_us)/1000.0;
+    stats.t_commit_ms = (ggml_time_us() - t_start_us) / 1000.0;
 }
 
 void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
@@ -823,20 +823,20 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
             const size_t n_row = dst->nb[1];
 
             for (int64_t h = 0; h < l.n_head_kv; ++h) {
-                const char * from = (const char *) src->data + h*n_row;
-                      char * to   =       (char *) dst->data + l.row0[h]*n_row;
+                const char * from = (const char *) src->data + h * n_row;
+                char *       to   = (char *) dst->data + l.row0[h] * n_row;
 
                 for (llama_pos p : l.kept[h]) {
-                    memcpy(to, from + cells[p]*src->nb[1], n_row);
+                    memcpy(to, from + cells[p] * src->nb[1], n_row);
                     to += n_row;
                 }
 
                 for (uint32_t p = n_cand_new; p < n_prompt; ++p) {
-                    memcpy(to, from + cells[p]*src->nb[1], n_row);
+                    memcpy(to, from + cells[p] * src->nb[1], n_row);
                     to += n_row;
                 }
 
-                memset(to, 0, (n_cap - n_tail_new)*n_row);
+                memset(to, 0, (n_cap - n_tail_new) * n_row);
             }
         }
 
@@ -855,9 +855,9 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
 
 void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
     const ggml_init_params params_ctx = {
-        /*.mem_size   =*/ layers.size()*ggml_tensor_overhead(),
-        /*.mem_buffer =*/ nullptr,
-        /*.no_alloc   =*/ true,
+        /*.mem_size   =*/layers.size() * ggml_tensor_overhead(),
+        /*.mem_buffer =*/nullptr,
+        /*.no_alloc   =*/true,
     };
 
     ggml_context_ptr ctx(ggml_init(params_ctx));
@@ -884,12 +884,12 @@ void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_ca
         layer.keep_mask = masks[ikv];
 
         for (int64_t h = 0; h < layer.n_head; ++h) {
-            ggml_fp16_t * data = (ggml_fp16_t *) layer.keep_mask->data + h*layer.keep_mask->ne[0];
+            ggml_fp16_t * data = (ggml_fp16_t *) layer.keep_mask->data + h * layer.keep_mask->ne[0];
 
             for (uint32_t p = 0; p < n_cand_new; ++p) {
                 data[cells[p]] = drop;
             }
-            for (llama_pos p : layer.kept[h/(layer.n_head/layer.n_head_kv)]) {
+            for (llama_pos p : layer.kept[h / (layer.n_head / layer.n_head_kv)]) {
                 data[cells[p]] = keep;
             }
         }

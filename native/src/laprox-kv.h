@@ -41,14 +41,14 @@ struct laprox_rows {
 };
 
 struct laprox_layer {
-    int32_t  il;        // model layer
-    int64_t  n_head;
-    int64_t  n_head_kv;
-    int64_t  n_embd_head_k;
-    int64_t  n_embd_head_v;
+    int32_t il;        // model layer
+    int64_t n_head;
+    int64_t n_head_kv;
+    int64_t n_embd_head_k;
+    int64_t n_embd_head_v;
 
     // what the model's graph does with this layer, seen when it is built
-    bool          seen     = false;
+    bool          seen = false;
     std::string   refusal;           // why it cannot be evicted, empty: it can
     ggml_tensor * wo       = nullptr;
     ggml_tensor * wo_s     = nullptr;
@@ -58,7 +58,7 @@ struct laprox_layer {
     ggml_tensor * q_obs = nullptr;   // [n_embd_head_k, n_head, w] F32
     ggml_tensor * r_obs = nullptr;   // [1, w] F32, norms of the residual stream entering the layer
 
-    ggml_tensor * gram  = nullptr;   // [n_embd_head_v, n_embd_head_v, n_head] F32, W_O^h (W_O^h)^T in the basis of the stored V
+    ggml_tensor * gram = nullptr;   // [n_embd_head_v, n_embd_head_v, n_head] F32, W_O^h (W_O^h)^T in the basis of the stored V
 
     // kept set, per KV head
     std::vector<std::vector<llama_pos>> kept; // ascending candidates (the tail is not listed)
@@ -77,14 +77,14 @@ public:
     static laprox_kv * from(llama_memory_i * mem);
 
     bool evicted() const { return phase != LAPROX_PHASE_FULL; }
-    bool ragged()  const { return phase == LAPROX_PHASE_RAGGED; }
+    bool ragged() const { return phase == LAPROX_PHASE_RAGGED; }
 
     //
     // hooks of llama_kv_cache
     //
 
     uint32_t n_rows_init() const;            // rows to allocate at construction
-    uint32_t n_kv_full()   const;            // what a worst-case graph may read
+    uint32_t n_kv_full() const;            // what a worst-case graph may read
     uint32_t n_kv_ragged() const;            // columns of the mask that all heads share
 
     void clear();
@@ -93,13 +93,13 @@ public:
     void append(const llama_ubatch & ubatch);                     // the ubatch that is about to be computed
 
     ggml_tensor * build_idxs(ggml_context * ctx, uint32_t n_tokens, const char * name) const;
-    ggml_tensor * cpy       (ggml_context * ctx, ggml_tensor * rows, ggml_tensor * cur, ggml_tensor * idxs, size_t ikv) const;
+    ggml_tensor * cpy(ggml_context * ctx, ggml_tensor * rows, ggml_tensor * cur, ggml_tensor * idxs, size_t ikv) const;
 
     void set_input_idxs(ggml_tensor * dst) const;
     void set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) const;
 
     [[noreturn]] void refuse_state() const; // saving and restoring
-    void refuse_shift() const; // shifting and dividing positions: reported, not done
+    void              refuse_shift() const; // shifting and dividing positions: reported, not done
 
     //
     // hooks of llama_context
@@ -116,17 +116,17 @@ public:
 
     ggml_tensor * build_attn(
             const llm_graph_context & graph,
-                        ggml_tensor * q,
-                        ggml_tensor * k,
-                        ggml_tensor * v,
-                        ggml_tensor * v_cur,
-                        ggml_tensor * kq_mask,
-                        ggml_tensor * kq_b,
-                        ggml_tensor * sinks,
-                        ggml_tensor * wo,
-                        ggml_tensor * wo_s,
-                              float   kq_scale,
-                                int   il);
+            ggml_tensor *             q,
+            ggml_tensor *             k,
+            ggml_tensor *             v,
+            ggml_tensor *             v_cur,
+            ggml_tensor *             kq_mask,
+            ggml_tensor *             kq_b,
+            ggml_tensor *             sinks,
+            ggml_tensor *             wo,
+            ggml_tensor *             wo_s,
+            float                     kq_scale,
+            int                       il);
 
     //
     // one prompt; these throw laprox_error
@@ -134,9 +134,8 @@ public:
 
     void reserve(uint32_t n_tokens);
     void observe(uint32_t n_window);
-    void score  (const laprox_score_params & params);              // laprox-observe.cpp
-    void plan   (const laprox_plan_params & params, std::vector<uint32_t> & n_kept, std::vector<llama_pos> & pos);
-    void commit (const uint32_t * n_kept, const llama_pos * pos, int32_t store);
+    void score(const laprox_score_params & params);              // laprox-observe.cpp
+    void commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store);
 
     //
     // state, read by the C interface
@@ -145,7 +144,7 @@ public:
     void note_bytes(uint64_t extra = 0);
 
     llama_kv_cache & kv;
-    llama_context  * lctx = nullptr; // known from the first decode on
+    llama_context *  lctx = nullptr; // known from the first decode on
 
     const laprox_context_params params;
 
@@ -163,9 +162,9 @@ public:
     laprox_stats stats = {};
 
     uint64_t n_head_kv_total() const;
-    uint64_t n_bytes_row()     const; // one position in all heads and layers, K and V
-    uint64_t n_bytes_now  ()   const;
-    uint64_t n_bytes_other()   const;
+    uint64_t n_bytes_row() const; // one position in all heads and layers, K and V
+    uint64_t n_bytes_now() const;
+    uint64_t n_bytes_other() const;
 
     uint32_t n_tail() const { return tail.size(); }
 
@@ -210,12 +209,12 @@ private:
 
     ggml_tensor * build_attn_ragged(
             const llm_graph_context & graph,
-                 const laprox_layer & layer,
-                        ggml_tensor * q,
-                        ggml_tensor * k,
-                        ggml_tensor * v,
-                        ggml_tensor * kq_mask,
-                              float   kq_scale) const;
+            const laprox_layer &      layer,
+            ggml_tensor *             q,
+            ggml_tensor *             k,
+            ggml_tensor *             v,
+            ggml_tensor *             kq_mask,
+            float                     kq_scale) const;
 
     void build_gram(laprox_layer & layer);                       // laprox-observe.cpp
 };
@@ -233,9 +232,9 @@ struct laprox_error {
 // the store of a cache under construction when eviction was asked for on this thread, else nullptr
 std::shared_ptr<laprox_kv> laprox_kv_make(llama_kv_cache & kv, bool v_trans, bool plain);
 
-void     laprox_after_init   (llama_context & lctx);                    // throws std::runtime_error
+void     laprox_after_init(llama_context & lctx);                    // throws std::runtime_error
 int      laprox_before_decode(llama_context & lctx, uint32_t n_tokens);
-uint32_t laprox_extra_nodes  (const llama_context & lctx);
+uint32_t laprox_extra_nodes(const llama_context & lctx);
 
 void laprox_set_next_params(const laprox_context_params * params); // of this thread
 

@@ -64,13 +64,13 @@ static uint32_t score_key(float x) {
 
 static std::string check_args(
         const laprox_plan_params & params,
-                        uint32_t   n_layer,
-                  const uint32_t * n_head_kv,
-                        uint32_t   n_cand,
-                     const float * scores,
-                     const float * residual,
-                  const uint32_t * n_kept,
-                 const llama_pos * pos) {
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        const uint32_t *           n_kept,
+        const llama_pos *          pos) {
     if (n_layer == 0 || n_head_kv == nullptr || n_kept == nullptr) {
         return "plan: no layers, expected n_layer >= 1 with n_head_kv and n_kept set";
     }
@@ -86,9 +86,9 @@ static std::string check_args(
     if (n_head > UINT32_MAX || n_cand > (uint32_t) INT32_MAX) {
         return format("plan: %" PRIu64 " heads of %" PRIu32 " candidates, expected at most 2^32-1 of 2^31-1", n_head, n_cand);
     }
-    if (params.n_keep > n_head*n_cand) {
+    if (params.n_keep > n_head * n_cand) {
         return format("plan: n_keep is %" PRIu64 ", expected at most %" PRIu64 " (%" PRIu64 " heads of %" PRIu32 " candidates)",
-                params.n_keep, n_head*n_cand, n_head, n_cand);
+                params.n_keep, n_head * n_cand, n_head, n_cand);
     }
     if ((n_cand > 0 && scores == nullptr) || (params.n_keep > 0 && pos == nullptr)) {
         return "plan: scores or pos is NULL, expected arrays of n_head*n_cand and n_keep elements";
@@ -153,16 +153,16 @@ static std::string check_args(
 static void pool_max(const float * x, float * y, uint32_t n, uint32_t radius, std::vector<float> & scratch) {
     radius = std::min(radius, n - 1);
 
-    const size_t window = 2*(size_t) radius + 1;
-    const size_t n_pad  = n + 2*(size_t) radius;
+    const size_t window = 2 * (size_t) radius + 1;
+    const size_t n_pad  = n + 2 * (size_t) radius;
 
-    scratch.resize(2*n_pad);
+    scratch.resize(2 * n_pad);
     float * left  = scratch.data();         // [n_pad] running maximum from the block's first element
     float * right = scratch.data() + n_pad; // [n_pad] ... from the block's last element
 
-    std::fill(left,              left + radius, std::numeric_limits<float>::lowest());
-    std::copy(x,                 x + n,         left + radius);
-    std::fill(left + radius + n, left + n_pad,  std::numeric_limits<float>::lowest());
+    std::fill(left, left + radius, std::numeric_limits<float>::lowest());
+    std::copy(x, x + n, left + radius);
+    std::fill(left + radius + n, left + n_pad, std::numeric_limits<float>::lowest());
 
     for (size_t i0 = 0; i0 < n_pad; i0 += window) {
         const size_t i1 = std::min(i0 + window, n_pad);
@@ -185,7 +185,7 @@ static void pool_max(const float * x, float * y, uint32_t n, uint32_t radius, st
 static void pool_avg(const float * x, float * y, uint32_t n, uint32_t kernel) {
     constexpr int64_t n_tile = 512;
 
-    const int64_t radius = kernel/2;
+    const int64_t radius = kernel / 2;
 
     double sum[n_tile];
 
@@ -201,7 +201,7 @@ static void pool_avg(const float * x, float * y, uint32_t n, uint32_t kernel) {
             }
         }
         for (int64_t i = i0; i < i1; ++i) {
-            y[i] = (float) (sum[i - i0]/kernel);
+            y[i] = (float) (sum[i - i0] / kernel);
         }
     }
 }
@@ -211,14 +211,14 @@ static void pool_head(const laprox_plan_params & params, const float * x, float 
         case LAPROX_POOL_REACH:
             pool_max(x, y, n, params.pool_size, scratch);
             for (uint32_t i = 0; i < n; ++i) {
-                y[i] = std::max(x[i], params.pool_decay*y[i]);
+                y[i] = std::max(x[i], params.pool_decay * y[i]);
             }
             break;
         case LAPROX_POOL_AVG:
             pool_avg(x, y, n, params.pool_size);
             break;
         case LAPROX_POOL_MAX:
-            pool_max(x, y, n, params.pool_size/2, scratch);
+            pool_max(x, y, n, params.pool_size / 2, scratch);
             break;
         default:
             std::copy(x, x + n, y);
@@ -232,17 +232,17 @@ static void pool_head(const laprox_plan_params & params, const float * x, float 
 
 static std::string normalize_layer(
         const laprox_plan_params & params,
-                        uint32_t   il,
-                           float * s,
-                        uint32_t   n_head,
-                        uint32_t   n_cand,
-                     const float * residual) {
-    const size_t n = (size_t) n_head*n_cand;
+        uint32_t                   il,
+        float *                    s,
+        uint32_t                   n_head,
+        uint32_t                   n_cand,
+        const float *              residual) {
+    const size_t n = (size_t) n_head * n_cand;
 
     switch (params.normalize) {
         case LAPROX_NORMALIZE_RESIDUAL:
             for (size_t i = 0; i < n; ++i) {
-                s[i] = s[i]/residual[il];
+                s[i] = s[i] / residual[il];
             }
             break;
         case LAPROX_NORMALIZE_LAYER_SUM: {
@@ -250,7 +250,7 @@ static std::string normalize_layer(
 
             if (sum > 0.0) {
                 for (size_t i = 0; i < n; ++i) {
-                    s[i] = (float) (s[i]/sum);
+                    s[i] = (float) (s[i] / sum);
                 }
             } else if (std::any_of(s, s + n, [](float x) { return x != 0.0f; })) {
                 return format("plan: scores of layer %" PRIu32 " sum to %g, expected a positive sum for LAPROX_NORMALIZE_LAYER_SUM", il, sum);
@@ -258,19 +258,19 @@ static std::string normalize_layer(
         } break;
         case LAPROX_NORMALIZE_ZSCORE:
             for (uint32_t h = 0; h < n_head; ++h) {
-                float * sh = s + (size_t) h*n_cand;
+                float * sh = s + (size_t) h * n_cand;
 
-                const double mean = std::accumulate(sh, sh + n_cand, 0.0)/n_cand;
+                const double mean = std::accumulate(sh, sh + n_cand, 0.0) / n_cand;
 
                 double sq = 0.0;
                 for (uint32_t i = 0; i < n_cand; ++i) {
-                    sq += (sh[i] - mean)*(sh[i] - mean);
+                    sq += (sh[i] - mean) * (sh[i] - mean);
                 }
 
                 // a constant head (one candidate, say) has nothing to tell apart
-                const double std_dev = n_cand > 1 ? std::sqrt(sq/(n_cand - 1)) : 0.0;
+                const double std_dev = n_cand > 1 ? std::sqrt(sq / (n_cand - 1)) : 0.0;
                 for (uint32_t i = 0; i < n_cand; ++i) {
-                    sh[i] = std_dev > 0.0 ? (float) ((sh[i] - mean)/std_dev) : 0.0f;
+                    sh[i] = std_dev > 0.0 ? (float) ((sh[i] - mean) / std_dev) : 0.0f;
                 }
             }
             break;
@@ -304,8 +304,8 @@ static std::vector<plan_unit> plan_units(int32_t alloc, uint64_t n_keep, uint32_
         return units;
     }
 
-    const uint64_t quot = n_keep/n_head;
-    const uint64_t rem  = n_keep%n_head;
+    const uint64_t quot = n_keep / n_head;
+    const uint64_t rem  = n_keep % n_head;
 
     if (alloc == LAPROX_ALLOC_HEAD) {
         for (uint32_t h = 0; h < n_head; ++h) {
@@ -320,13 +320,13 @@ static std::vector<plan_unit> plan_units(int32_t alloc, uint64_t n_keep, uint32_
     uint64_t n_left = n_keep;
     uint32_t h      = 0;
     for (uint32_t il = 0; il < n_layer; ++il) {
-        const uint64_t share = rem*n_head_kv[il];
-        const uint64_t n     = quot*n_head_kv[il] + share/n_head;
+        const uint64_t share = rem * n_head_kv[il];
+        const uint64_t n     = quot * n_head_kv[il] + share / n_head;
 
         units.push_back({ h, h + n_head_kv[il], n });
-        fraction[il] = { share%n_head, il };
+        fraction[il] = { share % n_head, il };
         n_left -= n;
-        h      += n_head_kv[il];
+        h += n_head_kv[il];
     }
 
     std::stable_sort(fraction.begin(), fraction.end(), [](const auto & a, const auto & b) { return a.first > b.first; });
@@ -340,7 +340,14 @@ static std::vector<plan_unit> plan_units(int32_t alloc, uint64_t n_keep, uint32_
 // the k-th largest of key [n], 1 <= k <= n, and how many of the keys equal to it belong to the k largest:
 // a radix selection from the top bits down, no copy of the keys
 static uint32_t kth_largest(const uint32_t * key, size_t n, uint64_t k, uint64_t & n_equal) {
-    static constexpr struct { int shift; int bits; } digits[] = { { 21, 11 }, { 10, 11 }, { 0, 10 } };
+    static constexpr struct {
+        int shift;
+        int bits;
+    } digits[] = {
+        { 21, 11 },
+        { 10, 11 },
+        { 0,  10 }
+    };
 
     uint32_t prefix = 0; // the digits found so far, in place
     uint32_t known  = 0; // their mask
@@ -360,8 +367,8 @@ static uint32_t kth_largest(const uint32_t * key, size_t n, uint64_t k, uint64_t
             k -= count[d--];
         }
 
-        prefix |= d    << digit.shift;
-        known  |= mask << digit.shift;
+        prefix |= d << digit.shift;
+        known |= mask << digit.shift;
     }
 
     n_equal = k;
@@ -375,10 +382,10 @@ static llama_pos * select_unit(const plan_unit & unit, const uint32_t * keys, ui
         return pos;
     }
 
-    const uint32_t * key = keys + (size_t) unit.begin*n_cand;
+    const uint32_t * key = keys + (size_t) unit.begin * n_cand;
 
-    uint64_t n_equal;
-    const uint32_t bound = kth_largest(key, (size_t) (unit.end - unit.begin)*n_cand, unit.n_keep, n_equal);
+    uint64_t       n_equal;
+    const uint32_t bound = kth_largest(key, (size_t) (unit.end - unit.begin) * n_cand, unit.n_keep, n_equal);
 
     for (uint32_t h = unit.begin; h < unit.end; ++h, key += n_cand) {
         const llama_pos * first = pos;
@@ -402,14 +409,14 @@ static llama_pos * select_unit(const plan_unit & unit, const uint32_t * keys, ui
 
 laprox_status laprox_plan_impl(
         const laprox_plan_params & params,
-                        uint32_t   n_layer,
-                  const uint32_t * n_head_kv,
-                        uint32_t   n_cand,
-                     const float * scores,
-                     const float * residual,
-                        uint32_t * n_kept,
-                       llama_pos * pos,
-                     std::string & error) {
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        uint32_t *                 n_kept,
+        llama_pos *                pos,
+        std::string &              error) {
     error = check_args(params, n_layer, n_head_kv, n_cand, scores, residual, n_kept, pos);
     if (!error.empty()) {
         return LAPROX_E_ARG;
@@ -418,20 +425,20 @@ laprox_status laprox_plan_impl(
     const uint32_t n_head = std::accumulate(n_head_kv, n_head_kv + n_layer, (uint32_t) 0);
 
     try {
-        std::vector<uint32_t> keys((size_t) n_head*n_cand); // [n_head][n_cand]
+        std::vector<uint32_t> keys((size_t) n_head * n_cand); // [n_head][n_cand]
         std::vector<float>    layer;                        // [n_head_kv[il]][n_cand]
         std::vector<float>    scratch;
 
         uint32_t h0 = 0;
         for (uint32_t il = 0; il < n_layer && n_cand > 0; ++il) {
-            const float * x = scores + (size_t) h0*n_cand;
+            const float * x = scores + (size_t) h0 * n_cand;
 
-            layer.resize((size_t) n_head_kv[il]*n_cand);
+            layer.resize((size_t) n_head_kv[il] * n_cand);
 
             for (size_t i = 0; i < layer.size(); i += n_cand) {
                 if (!all_finite(x + i, n_cand)) {
                     error = format("plan: scores of layer %" PRIu32 ", KV head %" PRIu32 " hold NaN or infinity, expected finite values",
-                            il, (uint32_t) (i/n_cand));
+                            il, (uint32_t) (i / n_cand));
                     return LAPROX_E_ARG;
                 }
                 pool_head(params, x + i, layer.data() + i, n_cand, scratch);
@@ -442,7 +449,7 @@ laprox_status laprox_plan_impl(
                 return LAPROX_E_ARG;
             }
 
-            uint32_t * key = keys.data() + (size_t) h0*n_cand;
+            uint32_t * key = keys.data() + (size_t) h0 * n_cand;
             for (size_t i = 0; i < layer.size(); ++i) {
                 key[i] = score_key(layer[i]);
             }

@@ -12,11 +12,11 @@
 // On failure n_kept and pos are untouched and error holds one line.
 laprox_status laprox_plan_impl(
         const laprox_plan_params & params,
-                        uint32_t   n_layer,
-                  const uint32_t * n_head_kv, // [n_layer]
-                        uint32_t   n_cand,
-                     const float * scores,    // [n_head][n_cand], n_head = sum of n_head_kv
-                     const float * residual,  // [n_layer], only for LAPROX_NORMALIZE_RESIDUAL
-                        uint32_t * n_kept,    // [n_head]
-                       llama_pos * pos,       // [params.n_keep], ascending in each head, head after head
-                     std::string & error);
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv, // [n_layer]
+        uint32_t                   n_cand,
+        const float *              scores,    // [n_head][n_cand], n_head = sum of n_head_kv
+        const float *              residual,  // [n_layer], only for LAPROX_NORMALIZE_RESIDUAL
+        uint32_t *                 n_kept,    // [n_head]
+        llama_pos *                pos,       // [params.n_keep], ascending in each head, head after head
+        std::string &              error);

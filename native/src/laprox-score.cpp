@@ -11,20 +11,20 @@ static ggml_tensor * laprox_to_f32(ggml_context * ctx, ggml_tensor * x) {
 }
 
 ggml_tensor * laprox_build_score_composed(
-        ggml_context           * ctx,
-        ggml_tensor            * q,
-        ggml_tensor            * k,
-        ggml_tensor            * v,
-        ggml_tensor            * mask,
-        ggml_tensor            * gram,
-        float                    scale,
-        float                    logit_softcap,
-        ggml_laprox_score_stat   stat) {
+        ggml_context *         ctx,
+        ggml_tensor *          q,
+        ggml_tensor *          k,
+        ggml_tensor *          v,
+        ggml_tensor *          mask,
+        ggml_tensor *          gram,
+        float                  scale,
+        float                  logit_softcap,
+        ggml_laprox_score_stat stat) {
     const int64_t w         = q->ne[1];
     const int64_t n_head    = q->ne[2];
     const int64_t n_kv      = k->ne[1];
     const int64_t n_head_kv = k->ne[2];
-    const int64_t n_gqa     = n_head/n_head_kv;
+    const int64_t n_gqa     = n_head / n_head_kv;
 
     GGML_ASSERT((v == nullptr) == (gram == nullptr));
 
@@ -33,8 +33,8 @@ ggml_tensor * laprox_build_score_composed(
     ggml_prec_set_acc(kq, GGML_PREC_F32);
 
     if (logit_softcap != 0.0f) {
-        kq    = ggml_scale(ctx, kq, scale/logit_softcap);
-        kq    = ggml_tanh (ctx, kq);
+        kq    = ggml_scale(ctx, kq, scale / logit_softcap);
+        kq    = ggml_tanh(ctx, kq);
         kq    = ggml_scale(ctx, kq, logit_softcap);
         scale = 1.0f;
     }
@@ -44,7 +44,7 @@ ggml_tensor * laprox_build_score_composed(
     ggml_tensor * seen = ggml_step(ctx, ggml_scale_bias(ctx, ggml_cast(ctx, mask, GGML_TYPE_F32), 1.0f, -LAPROX_MASKED));
 
     ggml_tensor * attn = ggml_soft_max_ext(ctx, kq, soft, scale, 0.0f);
-    attn = ggml_mul(ctx, attn, seen);
+    attn               = ggml_mul(ctx, attn, seen);
 
     // column statistic [n_kv, 1, n_head]: pooling over the queries, their mean times w where a sum is asked for
     switch (stat) {
@@ -63,7 +63,7 @@ ggml_tensor * laprox_build_score_composed(
 
     // [n_gqa, n_kv, n_head_kv]
     ggml_tensor * score = ggml_reshape_3d(ctx, attn, n_kv, n_gqa, n_head_kv);
-    score = ggml_cont(ctx, ggml_permute(ctx, score, 1, 0, 2, 3));
+    score               = ggml_cont(ctx, ggml_permute(ctx, score, 1, 0, 2, 3));
 
     if (gram) {
         const int64_t d_v = v->ne[0];
@@ -71,7 +71,7 @@ ggml_tensor * laprox_build_score_composed(
         ggml_tensor * vf = ggml_cast(ctx, v, GGML_TYPE_F32);
 
         // v^T G_h of the query heads of one KV head side by side [d_v*n_gqa, n_kv, n_head_kv]
-        ggml_tensor * vg = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, ggml_cont(ctx, gram), d_v, d_v*n_gqa, n_head_kv), vf);
+        ggml_tensor * vg = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, ggml_cont(ctx, gram), d_v, d_v * n_gqa, n_head_kv), vf);
         ggml_prec_set_acc(vg, GGML_PREC_F32);
 
         vg = ggml_reshape_4d(ctx, vg, d_v, n_gqa, n_kv, n_head_kv);
@@ -85,7 +85,7 @@ ggml_tensor * laprox_build_score_composed(
     }
 
     score = ggml_sum_rows(ctx, score);
-    score = ggml_scale(ctx, score, 1.0f/n_gqa);
+    score = ggml_scale(ctx, score, 1.0f / n_gqa);
 
     return ggml_reshape_2d(ctx, score, n_kv, n_head_kv);
 }

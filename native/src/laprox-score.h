@@ -6,12 +6,12 @@
 // up to rounding, but the attention of the window [n_kv, w, n_head] and the products with the Gram matrices
 // [d_v, n_head, n_kv] are all in memory at once. The rows of k and v must be finite, the masked ones too.
 ggml_tensor * laprox_build_score_composed(
-        ggml_context           * ctx,
-        ggml_tensor            * q,    // [d_k, w, n_head]       F32
-        ggml_tensor            * k,    // [d_k, n_kv, n_head_kv] any type
-        ggml_tensor            * v,    // [d_v, n_kv, n_head_kv] any type, NULL without gram
-        ggml_tensor            * mask, // [n_kv, w]              F16 or F32
-        ggml_tensor            * gram, // [d_v, d_v, n_head]     F32 or NULL
-        float                    scale,
-        float                    logit_softcap,
-        ggml_laprox_score_stat   stat); // -> [n_kv, n_head_kv] F32
+        ggml_context *         ctx,
+        ggml_tensor *          q,    // [d_k, w, n_head]       F32
+        ggml_tensor *          k,    // [d_k, n_kv, n_head_kv] any type
+        ggml_tensor *          v,    // [d_v, n_kv, n_head_kv] any type, NULL without gram
+        ggml_tensor *          mask, // [n_kv, w]              F16 or F32
+        ggml_tensor *          gram, // [d_v, d_v, n_head]     F32 or NULL
+        float                  scale,
+        float                  logit_softcap,
+        ggml_laprox_score_stat stat); // -> [n_kv, n_head_kv] F32

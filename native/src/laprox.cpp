@@ -124,30 +124,30 @@ size_t laprox_sizeof(const char * llama_struct) {
 
 static laprox_context_params laprox_context_defaults() {
     return {
-        /*.struct_size =*/ sizeof(laprox_context_params),
-        /*.n_reserve   =*/ 256,
+        /*.struct_size =*/sizeof(laprox_context_params),
+        /*.n_reserve   =*/256,
     };
 }
 
 static laprox_score_params laprox_score_defaults() {
     return {
-        /*.struct_size =*/ sizeof(laprox_score_params),
-        /*.attention   =*/ LAPROX_ATTENTION_MAX,
-        /*.value_norm  =*/ true,
-        /*.composed    =*/ false,
+        /*.struct_size =*/sizeof(laprox_score_params),
+        /*.attention   =*/LAPROX_ATTENTION_MAX,
+        /*.value_norm  =*/true,
+        /*.composed    =*/false,
     };
 }
 
 static laprox_plan_params laprox_plan_defaults() {
     return {
-        /*.struct_size =*/ sizeof(laprox_plan_params),
-        /*.pool        =*/ LAPROX_POOL_REACH,
-        /*.pool_size   =*/ 12,
-        /*.pool_decay  =*/ 0.3f,
-        /*.normalize   =*/ LAPROX_NORMALIZE_RESIDUAL,
-        /*.alloc       =*/ LAPROX_ALLOC_MODEL,
-        /*.n_sink      =*/ 4,
-        /*.n_keep      =*/ 0,
+        /*.struct_size =*/sizeof(laprox_plan_params),
+        /*.pool        =*/LAPROX_POOL_REACH,
+        /*.pool_size   =*/12,
+        /*.pool_decay  =*/0.3f,
+        /*.normalize   =*/LAPROX_NORMALIZE_RESIDUAL,
+        /*.alloc       =*/LAPROX_ALLOC_MODEL,
+        /*.n_sink      =*/4,
+        /*.n_keep      =*/0,
     };
 }
 
@@ -222,12 +222,12 @@ int32_t laprox_get_shape(llama_context * ctx, laprox_shape * shape) {
         const auto & lx = laprox_get(ctx);
 
         laprox_write(shape, laprox_shape {
-            /*.struct_size =*/ sizeof(laprox_shape),
-            /*.n_layer     =*/ (uint32_t) lx.layers.size(),
-            /*.n_head_kv   =*/ (uint32_t) lx.n_head_kv_total(),
-            /*.n_window    =*/ lx.scored ? lx.n_window : 0,
-            /*.n_cand      =*/ lx.scored ? lx.n_prompt - lx.n_window : 0,
-        });
+                                    /*.struct_size =*/sizeof(laprox_shape),
+                                    /*.n_layer     =*/(uint32_t) lx.layers.size(),
+                                    /*.n_head_kv   =*/(uint32_t) lx.n_head_kv_total(),
+                                    /*.n_window    =*/lx.scored ? lx.n_window : 0,
+                                    /*.n_cand      =*/lx.scored ? lx.n_prompt - lx.n_window : 0,
+                            });
     });
 }
 
@@ -288,9 +288,8 @@ int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int
 
         const uint32_t n_cand = lx.n_prompt - lx.n_window;
 
-        if (plan.n_keep > lx.n_head_kv_total()*n_cand) {
-            laprox_throw(LAPROX_E_ARG, format("n_keep is %llu, there are %llu candidates", (unsigned long long) plan.n_keep,
-                        (unsigned long long) lx.n_head_kv_total()*n_cand));
+        if (plan.n_keep > lx.n_head_kv_total() * n_cand) {
+            laprox_throw(LAPROX_E_ARG, format("n_keep is %llu, there are %llu candidates", (unsigned long long) plan.n_keep, (unsigned long long) lx.n_head_kv_total() * n_cand));
         }
 
         const int64_t t_start_us = ggml_time_us();
@@ -301,7 +300,7 @@ int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int
         }
 
         std::vector<uint32_t>  n_kept(lx.n_head_kv_total());
-        std::vector<llama_pos> pos   (std::max<uint64_t>(1, plan.n_keep));
+        std::vector<llama_pos> pos(std::max<uint64_t>(1, plan.n_keep));
 
         std::string error;
 
@@ -311,7 +310,7 @@ int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int
             laprox_throw(status, error);
         }
 
-        lx.stats.t_plan_ms = (ggml_time_us() - t_start_us)/1000.0;
+        lx.stats.t_plan_ms = (ggml_time_us() - t_start_us) / 1000.0;
 
         lx.commit(n_kept.data(), pos.data(), store);
     });
@@ -344,7 +343,7 @@ int32_t laprox_get_kept(llama_context * ctx, uint32_t * n_kept, llama_pos * pos,
         for (const auto & layer : lx.layers) {
             for (const auto & kept : layer.kept) {
                 *n_kept++ = kept.size();
-                n_total  += kept.size();
+                n_total += kept.size();
             }
         }
 
@@ -407,13 +406,13 @@ int32_t laprox_set_reference_kernels(llama_context * ctx, bool enable) {
 
 int32_t laprox_plan(
         const laprox_plan_params * params,
-                        uint32_t   n_layer,
-                  const uint32_t * n_head_kv,
-                        uint32_t   n_cand,
-                     const float * scores,
-                     const float * residual,
-                        uint32_t * n_kept,
-                       llama_pos * pos) {
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        uint32_t *                 n_kept,
+        llama_pos *                pos) {
     return laprox_guard([&] {
         const auto plan = laprox_read(params, laprox_plan_defaults());
 

@@ -57,21 +57,21 @@ static operand make_operand(
         std::mt19937 & rng, ggml_type type, int64_t d, int64_t n_head, int64_t n, int64_t n_used, bool nan_pad) {
     std::normal_distribution<float> normal;
 
-    std::vector<float> f32(d*n_head*n);
+    std::vector<float> f32(d * n_head * n);
     for (auto & x : f32) {
         x = normal(rng);
     }
     if (nan_pad) {
-        std::fill(f32.begin() + d*n_head*n_used, f32.end(), std::numeric_limits<float>::quiet_NaN());
+        std::fill(f32.begin() + d * n_head * n_used, f32.end(), std::numeric_limits<float>::quiet_NaN());
     }
 
     operand res;
-    res.bytes.resize(ggml_row_size(type, d)*n_head*n);
+    res.bytes.resize(ggml_row_size(type, d) * n_head * n);
     if (type == GGML_TYPE_F32) {
         memcpy(res.bytes.data(), f32.data(), res.bytes.size());
     } else {
-        ggml_quantize_chunk(type, f32.data(), res.bytes.data(), 0, n_head*n, d, nullptr);
-        ggml_get_type_traits(type)->to_float(res.bytes.data(), f32.data(), d*n_head*n);
+        ggml_quantize_chunk(type, f32.data(), res.bytes.data(), 0, n_head * n, d, nullptr);
+        ggml_get_type_traits(type)->to_float(res.bytes.data(), f32.data(), d * n_head * n);
     }
     res.f64.assign(f32.begin(), f32.end());
 
@@ -82,9 +82,9 @@ struct problem {
     test_case tc;
     float     scale;
 
-    operand q;                    // [w][n_head][d_k]
-    operand k;                    // [n_kv][n_head_kv][d_k]
-    operand v;                    // [n_kv][n_head_kv][d_v]
+    operand             q;                    // [w][n_head][d_k]
+    operand             k;                    // [n_kv][n_head_kv][d_k]
+    operand             v;                    // [n_kv][n_head_kv][d_v]
     std::vector<bool>   masked;   // [w][n_kv]
     std::vector<double> w_o;      // [n_head][d_v][d_model]
     std::vector<float>  gram;     // [n_head][d_v][d_v]
@@ -95,35 +95,35 @@ static problem make_problem(const test_case & tc, uint32_t seed) {
 
     problem p;
     p.tc    = tc;
-    p.scale = tc.sharp/std::sqrt((float) tc.d_k);
+    p.scale = tc.sharp / std::sqrt((float) tc.d_k);
 
     p.q = make_operand(rng, GGML_TYPE_F32, tc.d_k, tc.n_head, tc.w, tc.w, false);
     p.k = make_operand(rng, tc.type_k, tc.d_k, tc.n_head_kv, tc.n_kv, tc.n_used, tc.nan_pad);
     p.v = make_operand(rng, tc.type_v, tc.d_v, tc.n_head_kv, tc.n_kv, tc.n_used, tc.nan_pad);
 
     // the queries are the last w of the used positions, causal among themselves
-    p.masked.resize(tc.w*tc.n_kv);
+    p.masked.resize(tc.w * tc.n_kv);
     for (int64_t t = 0; t < tc.w; ++t) {
         for (int64_t i = 0; i < tc.n_kv; ++i) {
-            p.masked[t*tc.n_kv + i] = i > tc.n_used - tc.w + t || (tc.dead_row && t == tc.w/2);
+            p.masked[t * tc.n_kv + i] = i > tc.n_used - tc.w + t || (tc.dead_row && t == tc.w / 2);
         }
     }
 
     std::normal_distribution<double> normal;
-    p.w_o.resize(tc.n_head*tc.d_v*tc.d_model);
+    p.w_o.resize(tc.n_head * tc.d_v * tc.d_model);
     for (auto & x : p.w_o) {
         x = normal(rng);
     }
 
-    p.gram.resize(tc.n_head*tc.d_v*tc.d_v);
+    p.gram.resize(tc.n_head * tc.d_v * tc.d_v);
     for (int64_t h = 0; h < tc.n_head; ++h) {
         for (int64_t a = 0; a < tc.d_v; ++a) {
             for (int64_t b = 0; b < tc.d_v; ++b) {
                 double sum = 0.0;
                 for (int64_t e = 0; e < tc.d_model; ++e) {
-                    sum += p.w_o[(h*tc.d_v + a)*tc.d_model + e]*p.w_o[(h*tc.d_v + b)*tc.d_model + e];
+                    sum += p.w_o[(h * tc.d_v + a) * tc.d_model + e] * p.w_o[(h * tc.d_v + b) * tc.d_model + e];
                 }
-                p.gram[(h*tc.d_v + a)*tc.d_v + b] = (float) sum;
+                p.gram[(h * tc.d_v + a) * tc.d_v + b] = (float) sum;
             }
         }
     }
@@ -135,35 +135,35 @@ static problem make_problem(const test_case & tc, uint32_t seed) {
 static std::vector<double> reference(const problem & p) {
     const test_case & tc = p.tc;
 
-    const int64_t n_gqa = tc.n_head/tc.n_head_kv;
+    const int64_t n_gqa = tc.n_head / tc.n_head_kv;
 
-    std::vector<double> res(tc.n_head_kv*tc.n_kv, 0.0);
-    std::vector<double> attn(tc.w*tc.n_kv);
+    std::vector<double> res(tc.n_head_kv * tc.n_kv, 0.0);
+    std::vector<double> attn(tc.w * tc.n_kv);
 
     for (int64_t h = 0; h < tc.n_head; ++h) {
-        const int64_t g = h/n_gqa;
+        const int64_t g = h / n_gqa;
 
         for (int64_t t = 0; t < tc.w; ++t) {
             double sum = 0.0;
             for (int64_t i = 0; i < tc.n_kv; ++i) {
-                double & a = attn[t*tc.n_kv + i];
-                a = 0.0;
-                if (p.masked[t*tc.n_kv + i]) {
+                double & a = attn[t * tc.n_kv + i];
+                a          = 0.0;
+                if (p.masked[t * tc.n_kv + i]) {
                     continue;
                 }
                 double dot = 0.0;
                 for (int64_t e = 0; e < tc.d_k; ++e) {
-                    dot += p.q.f64[(t*tc.n_head + h)*tc.d_k + e]*p.k.f64[(i*tc.n_head_kv + g)*tc.d_k + e];
+                    dot += p.q.f64[(t * tc.n_head + h) * tc.d_k + e] * p.k.f64[(i * tc.n_head_kv + g) * tc.d_k + e];
                 }
                 dot *= (double) p.scale;
                 if (tc.softcap != 0.0f) {
-                    dot = tc.softcap*std::tanh(dot/tc.softcap);
+                    dot = tc.softcap * std::tanh(dot / tc.softcap);
                 }
                 a = std::exp(dot);
                 sum += a;
             }
             for (int64_t i = 0; i < tc.n_kv && sum > 0.0; ++i) {
-                attn[t*tc.n_kv + i] /= sum;
+                attn[t * tc.n_kv + i] /= sum;
             }
         }
 
@@ -172,26 +172,27 @@ static std::vector<double> reference(const problem & p) {
             double a_sum = 0.0;
             double a_sqr = 0.0;
             for (int64_t t = 0; t < tc.w; ++t) {
-                const double a = attn[t*tc.n_kv + i];
-                a_max = std::max(a_max, a);
+                const double a = attn[t * tc.n_kv + i];
+                a_max          = std::max(a_max, a);
                 a_sum += a;
-                a_sqr += a*a;
+                a_sqr += a * a;
             }
-            double score = tc.stat == GGML_LAPROX_SCORE_MAX ? a_max : tc.stat == GGML_LAPROX_SCORE_L2 ? std::sqrt(a_sqr) : a_sum;
+            double score = tc.stat == GGML_LAPROX_SCORE_MAX ? a_max : tc.stat == GGML_LAPROX_SCORE_L2 ? std::sqrt(a_sqr)
+                                                                                                      : a_sum;
 
             if (tc.value) {
                 double norm = 0.0;
                 for (int64_t o = 0; o < tc.d_model; ++o) {
                     double out = 0.0;
                     for (int64_t e = 0; e < tc.d_v; ++e) {
-                        out += p.v.f64[(i*tc.n_head_kv + g)*tc.d_v + e]*p.w_o[(h*tc.d_v + e)*tc.d_model + o];
+                        out += p.v.f64[(i * tc.n_head_kv + g) * tc.d_v + e] * p.w_o[(h * tc.d_v + e) * tc.d_model + o];
                     }
-                    norm += out*out;
+                    norm += out * out;
                 }
                 score *= std::sqrt(norm);
             }
 
-            res[g*tc.n_kv + i] += score/n_gqa;
+            res[g * tc.n_kv + i] += score / n_gqa;
         }
     }
 
@@ -208,7 +209,7 @@ static void set_operand(ggml_tensor * t, const operand & x) {
     const size_t size = ggml_row_size(t->type, t->ne[0]);
     for (int64_t i = 0; i < t->ne[1]; ++i) {
         for (int64_t h = 0; h < t->ne[2]; ++h) {
-            memcpy((char *) t->data + i*t->nb[1] + h*t->nb[2], x.bytes.data() + (i*t->ne[2] + h)*size, size);
+            memcpy((char *) t->data + i * t->nb[1] + h * t->nb[2], x.bytes.data() + (i * t->ne[2] + h) * size, size);
         }
     }
 }
@@ -216,10 +217,10 @@ static void set_operand(ggml_tensor * t, const operand & x) {
 static std::vector<float> compute(ggml_backend_t backend, const problem & p, bool composed, int n_threads) {
     const test_case & tc = p.tc;
 
-    ggml_context * ctx = ggml_init({ ggml_tensor_overhead()*64 + ggml_graph_overhead(), nullptr, true });
+    ggml_context * ctx = ggml_init({ ggml_tensor_overhead() * 64 + ggml_graph_overhead(), nullptr, true });
 
-    ggml_tensor * q    = new_operand(ctx, GGML_TYPE_F32, tc.d_k, tc.w,    tc.n_head,    tc.strided);
-    ggml_tensor * k    = new_operand(ctx, tc.type_k,     tc.d_k, tc.n_kv, tc.n_head_kv, tc.strided);
+    ggml_tensor * q    = new_operand(ctx, GGML_TYPE_F32, tc.d_k, tc.w, tc.n_head, tc.strided);
+    ggml_tensor * k    = new_operand(ctx, tc.type_k, tc.d_k, tc.n_kv, tc.n_head_kv, tc.strided);
     ggml_tensor * v    = nullptr;
     ggml_tensor * gram = nullptr;
     if (tc.value) {
@@ -232,7 +233,7 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
     ggml_tensor * mask     = ggml_view_2d(ctx, mask_buf, tc.n_kv, tc.w, mask_buf->nb[1], 0);
 
     ggml_tensor * out = composed ? laprox_build_score_composed(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat)
-                                 : ggml_laprox_score          (ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat);
+                                 : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat);
 
     ggml_cgraph * gf = ggml_new_graph(ctx);
     ggml_build_forward_expand(gf, out);
@@ -248,8 +249,8 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
     for (int64_t t = 0; t < tc.w; ++t) {
         for (int64_t i = 0; i < mask_buf->ne[0]; ++i) {
             // what lies beyond n_kv is not ours: 0 there would change the result if it were read
-            const float x = i < tc.n_kv && p.masked[t*tc.n_kv + i] ? -INFINITY : 0.0f;
-            char * dst = (char *) mask_buf->data + t*mask_buf->nb[1] + i*mask_buf->nb[0];
+            const float x   = i < tc.n_kv && p.masked[t * tc.n_kv + i] ? -INFINITY : 0.0f;
+            char *      dst = (char *) mask_buf->data + t * mask_buf->nb[1] + i * mask_buf->nb[0];
             if (tc.type_m == GGML_TYPE_F32) {
                 *(float *) dst = x;
             } else {
@@ -261,7 +262,7 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
     ggml_backend_cpu_set_n_threads(backend, n_threads);
     std::vector<float> res;
     if (ggml_backend_graph_compute(backend, gf) == GGML_STATUS_SUCCESS &&
-        out->type == GGML_TYPE_F32 && out->ne[0] == tc.n_kv && out->ne[1] == tc.n_head_kv && ggml_nrows(out) == out->ne[1]) {
+            out->type == GGML_TYPE_F32 && out->ne[0] == tc.n_kv && out->ne[1] == tc.n_head_kv && ggml_nrows(out) == out->ne[1]) {
         res.resize(ggml_nelements(out));
         ggml_backend_tensor_get(out, res.data(), 0, ggml_nbytes(out));
     }
@@ -282,8 +283,8 @@ static double max_rel_err(const std::vector<float> & got, const std::vector<doub
         if (got[i] == ref[i]) {
             continue;
         }
-        const double err = std::fabs(got[i] - ref[i])/std::max(ref[i], floor);
-        res = err >= 0.0 ? std::max(res, err) : INFINITY;
+        const double err = std::fabs(got[i] - ref[i]) / std::max(ref[i], floor);
+        res              = err >= 0.0 ? std::max(res, err) : INFINITY;
     }
     return res;
 }
@@ -308,13 +309,13 @@ static bool run(ggml_backend_t backend, const test_case & tc, uint32_t seed) {
     bool same = true;
     for (int n_threads : { 2, 3, 8 }) {
         const std::vector<float> many = compute(backend, p, false, n_threads);
-        same = same && many.size() == one.size() && memcmp(many.data(), one.data(), one.size()*sizeof(float)) == 0;
+        same                          = same && many.size() == one.size() && memcmp(many.data(), one.data(), one.size() * sizeof(float)) == 0;
     }
 
     const bool ok = err_op <= MAX_REL_ERR && err_composed <= MAX_REL_ERR && same;
 
     printf("%-4s %-28s op %.1e  composed %s%.1e  threads %s\n", ok ? "ok" : "FAIL", tc.name, err_op,
-           tc.nan_pad ? "(not run) " : "", err_composed, same ? "identical" : "DIFFER");
+            tc.nan_pad ? "(not run) " : "", err_composed, same ? "identical" : "DIFFER");
 
     return ok;
 }
@@ -340,7 +341,7 @@ int main() {
             for (bool value : { true, false }) {
                 for (float softcap : { 0.0f, 5.0f }) {
                     names.push_back(std::string(ggml_type_name(type)) + " " + stats[stat] + (value ? "" : " no-value") +
-                                    (softcap != 0.0f ? " softcap" : ""));
+                            (softcap != 0.0f ? " softcap" : ""));
                     test_case tc;
                     tc.name    = names.back().c_str();
                     tc.type_k  = type;
@@ -354,32 +355,32 @@ int main() {
         }
     }
 
-    cases.push_back(make_case("contiguous",        [](test_case & tc) { tc.strided = false; }));
-    cases.push_back(make_case("mask f32",          [](test_case & tc) { tc.type_m = GGML_TYPE_F32; }));
-    cases.push_back(make_case("k f16, v q8_0",     [](test_case & tc) { tc.type_v = GGML_TYPE_Q8_0; }));
-    cases.push_back(make_case("k q4_0, v f32",     [](test_case & tc) { tc.type_k = GGML_TYPE_Q4_0; tc.type_v = GGML_TYPE_F32; }));
-    cases.push_back(make_case("gqa 1",             [](test_case & tc) { tc.n_head = 4; tc.n_head_kv = 4; }));
-    cases.push_back(make_case("gqa 4",             [](test_case & tc) { tc.n_head = 8; tc.n_head_kv = 2; }));
-    cases.push_back(make_case("gqa 7",             [](test_case & tc) { tc.n_head = 14; tc.n_head_kv = 2; }));
-    cases.push_back(make_case("d 128",             [](test_case & tc) { tc.d_k = tc.d_v = 128; tc.d_model = 160; }));
+    cases.push_back(make_case("contiguous", [](test_case & tc) { tc.strided = false; }));
+    cases.push_back(make_case("mask f32", [](test_case & tc) { tc.type_m = GGML_TYPE_F32; }));
+    cases.push_back(make_case("k f16, v q8_0", [](test_case & tc) { tc.type_v = GGML_TYPE_Q8_0; }));
+    cases.push_back(make_case("k q4_0, v f32", [](test_case & tc) { tc.type_k = GGML_TYPE_Q4_0; tc.type_v = GGML_TYPE_F32; }));
+    cases.push_back(make_case("gqa 1", [](test_case & tc) { tc.n_head = 4; tc.n_head_kv = 4; }));
+    cases.push_back(make_case("gqa 4", [](test_case & tc) { tc.n_head = 8; tc.n_head_kv = 2; }));
+    cases.push_back(make_case("gqa 7", [](test_case & tc) { tc.n_head = 14; tc.n_head_kv = 2; }));
+    cases.push_back(make_case("d 128", [](test_case & tc) { tc.d_k = tc.d_v = 128; tc.d_model = 160; }));
     cases.push_back(make_case("d 256, softcap 50", [](test_case & tc) { tc.d_k = tc.d_v = 256; tc.d_model = 300; tc.n_head = 4; tc.n_head_kv = 1; tc.softcap = 50.0f; }));
-    cases.push_back(make_case("d_k 96, d_v 64",    [](test_case & tc) { tc.d_k = 96; }));
-    cases.push_back(make_case("d 37",              [](test_case & tc) { tc.d_k = tc.d_v = 37; }));
-    cases.push_back(make_case("d_k 13, d_v 5",     [](test_case & tc) { tc.d_k = 13; tc.d_v = 5; }));
-    cases.push_back(make_case("w 1",               [](test_case & tc) { tc.w = 1; }));
-    cases.push_back(make_case("w 7, l2",           [](test_case & tc) { tc.w = 7; tc.stat = GGML_LAPROX_SCORE_L2; }));
-    cases.push_back(make_case("w 512",             [](test_case & tc) { tc.w = 512; tc.n_kv = 768; tc.n_used = 700; tc.n_head = 2; tc.n_head_kv = 1; }));
-    cases.push_back(make_case("n_kv 1, w 1",       [](test_case & tc) { tc.n_kv = tc.n_used = tc.w = 1; }));
-    cases.push_back(make_case("n_kv 33",           [](test_case & tc) { tc.n_kv = tc.n_used = 33; }));
-    cases.push_back(make_case("n_kv 257",          [](test_case & tc) { tc.n_kv = tc.n_used = 257; }));
-    cases.push_back(make_case("n_kv 1999, q8_0",   [](test_case & tc) { tc.n_kv = 1999; tc.n_used = 1990; tc.type_k = tc.type_v = GGML_TYPE_Q8_0; }));
-    cases.push_back(make_case("masked chunks",     [](test_case & tc) { tc.n_kv = 1024; tc.n_used = 100; }));
+    cases.push_back(make_case("d_k 96, d_v 64", [](test_case & tc) { tc.d_k = 96; }));
+    cases.push_back(make_case("d 37", [](test_case & tc) { tc.d_k = tc.d_v = 37; }));
+    cases.push_back(make_case("d_k 13, d_v 5", [](test_case & tc) { tc.d_k = 13; tc.d_v = 5; }));
+    cases.push_back(make_case("w 1", [](test_case & tc) { tc.w = 1; }));
+    cases.push_back(make_case("w 7, l2", [](test_case & tc) { tc.w = 7; tc.stat = GGML_LAPROX_SCORE_L2; }));
+    cases.push_back(make_case("w 512", [](test_case & tc) { tc.w = 512; tc.n_kv = 768; tc.n_used = 700; tc.n_head = 2; tc.n_head_kv = 1; }));
+    cases.push_back(make_case("n_kv 1, w 1", [](test_case & tc) { tc.n_kv = tc.n_used = tc.w = 1; }));
+    cases.push_back(make_case("n_kv 33", [](test_case & tc) { tc.n_kv = tc.n_used = 33; }));
+    cases.push_back(make_case("n_kv 257", [](test_case & tc) { tc.n_kv = tc.n_used = 257; }));
+    cases.push_back(make_case("n_kv 1999, q8_0", [](test_case & tc) { tc.n_kv = 1999; tc.n_used = 1990; tc.type_k = tc.type_v = GGML_TYPE_Q8_0; }));
+    cases.push_back(make_case("masked chunks", [](test_case & tc) { tc.n_kv = 1024; tc.n_used = 100; }));
     cases.push_back(make_case("masked query, max", [](test_case & tc) { tc.dead_row = true; }));
-    cases.push_back(make_case("masked query, l2",  [](test_case & tc) { tc.dead_row = true; tc.stat = GGML_LAPROX_SCORE_L2; }));
-    cases.push_back(make_case("all masked",        [](test_case & tc) { tc.dead_row = true; tc.w = 1; }));
-    cases.push_back(make_case("NaN in padding",    [](test_case & tc) { tc.nan_pad = true; }));
-    cases.push_back(make_case("sharp attention",   [](test_case & tc) { tc.sharp = 8.0f; tc.stat = GGML_LAPROX_SCORE_SUM; tc.type_k = GGML_TYPE_F32; }));
-    cases.push_back(make_case("singular gram",     [](test_case & tc) { tc.d_model = 8; }));
+    cases.push_back(make_case("masked query, l2", [](test_case & tc) { tc.dead_row = true; tc.stat = GGML_LAPROX_SCORE_L2; }));
+    cases.push_back(make_case("all masked", [](test_case & tc) { tc.dead_row = true; tc.w = 1; }));
+    cases.push_back(make_case("NaN in padding", [](test_case & tc) { tc.nan_pad = true; }));
+    cases.push_back(make_case("sharp attention", [](test_case & tc) { tc.sharp = 8.0f; tc.stat = GGML_LAPROX_SCORE_SUM; tc.type_k = GGML_TYPE_F32; }));
+    cases.push_back(make_case("singular gram", [](test_case & tc) { tc.d_model = 8; }));
 
     ggml_backend_t backend = ggml_backend_cpu_init();
 

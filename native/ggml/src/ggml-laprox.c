@@ -3,12 +3,12 @@
 #include "ggml-impl.h"
 
 struct ggml_tensor * ggml_laprox_score(
-        struct ggml_context       * ctx,
-        struct ggml_tensor        * q,
-        struct ggml_tensor        * k,
-        struct ggml_tensor        * v,
-        struct ggml_tensor        * mask,
-        struct ggml_tensor        * gram,
+        struct ggml_context *       ctx,
+        struct ggml_tensor *        q,
+        struct ggml_tensor *        k,
+        struct ggml_tensor *        v,
+        struct ggml_tensor *        mask,
+        struct ggml_tensor *        gram,
         float                       scale,
         float                       logit_softcap,
         enum ggml_laprox_score_stat stat) {

@@ -72,35 +72,35 @@ static laprox_score_dims laprox_score_get_dims(const ggml_tensor * dst) {
     p.n_kv      = k->ne[1];
     p.n_head    = q->ne[2];
     p.n_head_kv = k->ne[2];
-    p.n_gqa     = p.n_head/p.n_head_kv;
-    p.n_chunks  = (p.n_kv + LAPROX_CHUNK - 1)/LAPROX_CHUNK;
+    p.n_gqa     = p.n_head / p.n_head_kv;
+    p.n_chunks  = (p.n_kv + LAPROX_CHUNK - 1) / LAPROX_CHUNK;
 
     for (int64_t a = 0; a < p.d_v; a += LAPROX_GRAM_ROWS) {
-        p.n_gram += std::min(LAPROX_GRAM_ROWS, p.d_v - a)*(p.d_v - a);
+        p.n_gram += std::min(LAPROX_GRAM_ROWS, p.d_v - a) * (p.d_v - a);
     }
 
     const int64_t d_max = std::max(p.d_k, p.d_v);
 
-    size_t offs = 0;
+    size_t     offs = 0;
     const auto take = [&offs](int64_t n) {
         const size_t res = offs;
         offs += GGML_PAD(n, (int64_t) CACHE_LINE_SIZE_F32);
         return res;
     };
 
-    p.o_max    = take(p.w*p.n_head*p.n_chunks);
-    p.o_sum    = take(p.w*p.n_head*p.n_chunks);
-    p.o_lse    = take(p.w*p.n_head);
-    p.o_gram   = take(p.n_gram*p.n_head);
+    p.o_max    = take(p.w * p.n_head * p.n_chunks);
+    p.o_sum    = take(p.w * p.n_head * p.n_chunks);
+    p.o_lse    = take(p.w * p.n_head);
+    p.o_gram   = take(p.n_gram * p.n_head);
     p.o_thread = offs;
 
-    offs = 0;
-    p.o_q      = take(p.d_k*p.w*p.n_gqa);
-    p.o_mask   = take(LAPROX_TILE*p.w);
-    p.o_logits = take(LAPROX_TILE*std::max(p.w, LAPROX_GRAM_ROWS));
-    p.o_rows   = take(LAPROX_ROWS*d_max);
-    p.o_tile   = take(LAPROX_TILE*d_max);
-    p.o_attn   = take(LAPROX_TILE*p.n_gqa);
+    offs       = 0;
+    p.o_q      = take(p.d_k * p.w * p.n_gqa);
+    p.o_mask   = take(LAPROX_TILE * p.w);
+    p.o_logits = take(LAPROX_TILE * std::max(p.w, LAPROX_GRAM_ROWS));
+    p.o_rows   = take(LAPROX_ROWS * d_max);
+    p.o_tile   = take(LAPROX_TILE * d_max);
+    p.o_attn   = take(LAPROX_TILE * p.n_gqa);
     p.n_thread = offs;
 
     return p;
@@ -109,15 +109,15 @@ static laprox_score_dims laprox_score_get_dims(const ggml_tensor * dst) {
 size_t ggml_laprox_score_work_size(const ggml_tensor * dst, int n_tasks) {
     const laprox_score_dims p = laprox_score_get_dims(dst);
 
-    return sizeof(float)*(p.o_thread + p.n_thread*n_tasks);
+    return sizeof(float) * (p.o_thread + p.n_thread * n_tasks);
 }
 
 static void laprox_row_to_f32(ggml_type type, const void * src, float * dst, int64_t n) {
     switch (type) {
-        case GGML_TYPE_F32:  memcpy(dst, src, n*sizeof(float));                              break;
-        case GGML_TYPE_F16:  ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, dst, n);       break;
-        case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, dst, n);       break;
-        default:             ggml_get_type_traits(type)->to_float(src, dst, n);              break;
+        case GGML_TYPE_F32: memcpy(dst, src, n * sizeof(float)); break;
+        case GGML_TYPE_F16: ggml_cpu_fp16_to_fp32((const ggml_fp16_t *) src, dst, n); break;
+        case GGML_TYPE_BF16: ggml_cpu_bf16_to_fp32((const ggml_bf16_t *) src, dst, n); break;
+        default: ggml_get_type_traits(type)->to_float(src, dst, n); break;
     }
 }
 
@@ -127,16 +127,16 @@ static void laprox_load_tile(const ggml_tensor * x, int64_t g, int64_t i0, int64
 
     for (int64_t j0 = 0; j0 < LAPROX_TILE; j0 += LAPROX_ROWS) {
         for (int64_t j = 0; j < LAPROX_ROWS; ++j) {
-            float * row = rows + j*d;
+            float * row = rows + j * d;
             if (j0 + j < n) {
-                laprox_row_to_f32(x->type, (const char *) x->data + (i0 + j0 + j)*x->nb[1] + g*x->nb[2], row, d);
+                laprox_row_to_f32(x->type, (const char *) x->data + (i0 + j0 + j) * x->nb[1] + g * x->nb[2], row, d);
             } else {
-                memset(row, 0, d*sizeof(float));
+                memset(row, 0, d * sizeof(float));
             }
         }
         for (int64_t a = 0; a < d; ++a) {
             for (int64_t j = 0; j < LAPROX_ROWS; ++j) {
-                tile[a*LAPROX_TILE + j0 + j] = rows[j*d + a];
+                tile[a * LAPROX_TILE + j0 + j] = rows[j * d + a];
             }
         }
     }
@@ -144,11 +144,11 @@ static void laprox_load_tile(const ggml_tensor * x, int64_t g, int64_t i0, int64
 
 // queries of the heads of KV head g -> [d_k, w, n_gqa], scaled
 static void laprox_load_q(const ggml_tensor * q, const laprox_score_dims & p, int64_t g, float scale, float * dst) {
-    for (int64_t h = g*p.n_gqa; h < (g + 1)*p.n_gqa; ++h) {
+    for (int64_t h = g * p.n_gqa; h < (g + 1) * p.n_gqa; ++h) {
         for (int64_t t = 0; t < p.w; ++t) {
-            const char * src = (const char *) q->data + t*q->nb[1] + h*q->nb[2];
+            const char * src = (const char *) q->data + t * q->nb[1] + h * q->nb[2];
             for (int64_t a = 0; a < p.d_k; ++a) {
-                *dst++ = scale * *(const float *) (src + a*q->nb[0]);
+                *dst++ = scale * *(const float *) (src + a * q->nb[0]);
             }
         }
     }
@@ -157,12 +157,12 @@ static void laprox_load_q(const ggml_tensor * q, const laprox_score_dims & p, in
 // mask of the positions i0 .. i0+n -> [LAPROX_TILE, w], the columns from n on are masked
 // false: nothing is masked, as for all tiles but the last ones, and dst is not written
 static bool laprox_load_mask(const ggml_tensor * mask, int64_t i0, int64_t n, float * dst) {
-    const char * src = (const char *) mask->data + i0*mask->nb[0];
+    const char * src = (const char *) mask->data + i0 * mask->nb[0];
 
     uint8_t bits = n < LAPROX_TILE;
     for (int64_t t = 0; t < mask->ne[1] && !bits; ++t) {
-        const uint8_t * row = (const uint8_t *) src + t*mask->nb[1];
-        for (int64_t j = 0; j < n*(int64_t) mask->nb[0]; ++j) {
+        const uint8_t * row = (const uint8_t *) src + t * mask->nb[1];
+        for (int64_t j = 0; j < n * (int64_t) mask->nb[0]; ++j) {
             bits |= row[j];
         }
     }
@@ -171,8 +171,8 @@ static bool laprox_load_mask(const ggml_tensor * mask, int64_t i0, int64_t n, fl
     }
 
     for (int64_t t = 0; t < mask->ne[1]; ++t) {
-        float * row = dst + t*LAPROX_TILE;
-        laprox_row_to_f32(mask->type, src + t*mask->nb[1], row, n);
+        float * row = dst + t * LAPROX_TILE;
+        laprox_row_to_f32(mask->type, src + t * mask->nb[1], row, n);
         std::fill(row + n, row + LAPROX_TILE, -INFINITY);
     }
 
@@ -182,14 +182,14 @@ static bool laprox_load_mask(const ggml_tensor * mask, int64_t i0, int64_t n, fl
 // logits [LAPROX_TILE, w] of one head; mask is NULL where nothing is masked
 static void laprox_logits(
         const laprox_score_dims & p, const float * q, const float * tile, const float * mask, float softcap, float * dst) {
-    const int64_t n = p.w*LAPROX_TILE;
+    const int64_t n = p.w * LAPROX_TILE;
 
-    memset(dst, 0, n*sizeof(float));
+    memset(dst, 0, n * sizeof(float));
     simd_gemm(dst, q, tile, p.w, p.d_k, LAPROX_TILE);
 
     if (softcap != 0.0f) {
         for (int64_t j = 0; j < n; ++j) {
-            dst[j] = softcap*tanhf(dst[j]);
+            dst[j] = softcap * tanhf(dst[j]);
         }
     }
 
@@ -225,13 +225,14 @@ static void laprox_pack_gram(const ggml_tensor * gram, int64_t h, float * dst) {
     const int64_t d = gram->ne[0];
 
     const auto at = [gram, h](int64_t a, int64_t b) {
-        return *(const float *) ((const char *) gram->data + b*gram->nb[0] + a*gram->nb[1] + h*gram->nb[2]);
+        return *(const float *) ((const char *) gram->data + b * gram->nb[0] + a * gram->nb[1] + h * gram->nb[2]);
     };
 
     for (int64_t a0 = 0; a0 < d; a0 += LAPROX_GRAM_ROWS) {
         for (int64_t a = a0; a < std::min(a0 + LAPROX_GRAM_ROWS, d); ++a) {
             for (int64_t b = a0; b < d; ++b) {
-                *dst++ = b < a ? 0.0f : b == a ? at(a, a) : at(a, b) + at(b, a);
+                *dst++ = b < a ? 0.0f : b == a ? at(a, a)
+                                               : at(a, b) + at(b, a);
             }
         }
     }
@@ -244,17 +245,17 @@ static void laprox_value_norm(int64_t d, const float * gram, const float * tile,
     for (int64_t a0 = 0; a0 < d; a0 += LAPROX_GRAM_ROWS) {
         const int64_t n = std::min(LAPROX_GRAM_ROWS, d - a0);
 
-        memset(prod, 0, n*LAPROX_TILE*sizeof(float));
-        simd_gemm(prod, gram, tile + a0*LAPROX_TILE, n, d - a0, LAPROX_TILE);
+        memset(prod, 0, n * LAPROX_TILE * sizeof(float));
+        simd_gemm(prod, gram, tile + a0 * LAPROX_TILE, n, d - a0, LAPROX_TILE);
 
         for (int64_t a = 0; a < n; ++a) {
-            const float * v = tile + (a0 + a)*LAPROX_TILE;
+            const float * v = tile + (a0 + a) * LAPROX_TILE;
             for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                dst[j] += v[j]*prod[a*LAPROX_TILE + j];
+                dst[j] += v[j] * prod[a * LAPROX_TILE + j];
             }
         }
 
-        gram += n*(d - a0);
+        gram += n * (d - a0);
     }
 
     for (int64_t j = 0; j < LAPROX_TILE; ++j) {
@@ -265,23 +266,23 @@ static void laprox_value_norm(int64_t d, const float * gram, const float * tile,
 
 // column statistic over the queries of exp(logits - lse); logits is overwritten
 static void laprox_column_stat(
-        ggml_laprox_score_stat       stat,
-        int64_t                      w,
-        float       * GGML_RESTRICT  logits,
-        const float * GGML_RESTRICT  lse,
-        float       * GGML_RESTRICT  dst) {
+        ggml_laprox_score_stat      stat,
+        int64_t                     w,
+        float * GGML_RESTRICT       logits,
+        const float * GGML_RESTRICT lse,
+        float * GGML_RESTRICT       dst) {
     if (stat == GGML_LAPROX_SCORE_MAX) {
         // exp is monotonic: one exp per column
         std::fill(dst, dst + LAPROX_TILE, -INFINITY);
         for (int64_t t = 0; t < w; ++t) {
             const float   l = lse[t];
-            const float * x = logits + t*LAPROX_TILE;
+            const float * x = logits + t * LAPROX_TILE;
             if (l == -INFINITY) {
                 continue; // fully masked query
             }
             for (int64_t j = 0; j < LAPROX_TILE; ++j) {
                 const float y = x[j] - l;
-                dst[j] = y > dst[j] ? y : dst[j];
+                dst[j]        = y > dst[j] ? y : dst[j];
             }
         }
         ggml_vec_soft_max_f32(LAPROX_TILE, dst, dst, 0.0f);
@@ -293,11 +294,11 @@ static void laprox_column_stat(
         if (lse[t] == -INFINITY) {
             continue;
         }
-        float * x = logits + t*LAPROX_TILE;
+        float * x = logits + t * LAPROX_TILE;
         ggml_vec_soft_max_f32(LAPROX_TILE, x, x, lse[t]);
         if (stat == GGML_LAPROX_SCORE_L2) {
             for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                dst[j] += x[j]*x[j];
+                dst[j] += x[j] * x[j];
             }
         } else {
             for (int64_t j = 0; j < LAPROX_TILE; ++j) {
@@ -327,14 +328,14 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     const laprox_score_dims p = laprox_score_get_dims(dst);
 
     const float softcap = ggml_get_op_params_f32(dst, 1);
-    const float scale   = ggml_get_op_params_f32(dst, 0)/(softcap != 0.0f ? softcap : 1.0f);
+    const float scale   = ggml_get_op_params_f32(dst, 0) / (softcap != 0.0f ? softcap : 1.0f);
     const auto  stat    = (ggml_laprox_score_stat) ggml_get_op_params_i32(dst, 2);
 
     const int ith = params->ith;
     const int nth = params->nth;
 
     float * wdata   = (float *) params->wdata;
-    float * wthread = wdata + p.o_thread + ith*p.n_thread;
+    float * wthread = wdata + p.o_thread + ith * p.n_thread;
 
     float * qs     = wthread + p.o_q;
     float * masks  = wthread + p.o_mask;
@@ -343,52 +344,52 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     float * tile   = wthread + p.o_tile;
     float * attn   = wthread + p.o_attn;
 
-    const int64_t n_items = p.n_head_kv*p.n_chunks;
-    const int64_t n_query = p.n_head*p.w;
+    const int64_t n_items = p.n_head_kv * p.n_chunks;
+    const int64_t n_query = p.n_head * p.w;
 
     // pass 1
 
     for (int64_t item = ith; item < n_items; item += nth) {
-        const int64_t g  = item/p.n_chunks;
-        const int64_t c  = item%p.n_chunks;
-        const int64_t i1 = std::min((c + 1)*LAPROX_CHUNK, p.n_kv);
+        const int64_t g  = item / p.n_chunks;
+        const int64_t c  = item % p.n_chunks;
+        const int64_t i1 = std::min((c + 1) * LAPROX_CHUNK, p.n_kv);
 
-        float * cmax = wdata + p.o_max + c*n_query + g*p.n_gqa*p.w;
-        float * csum = wdata + p.o_sum + c*n_query + g*p.n_gqa*p.w;
+        float * cmax = wdata + p.o_max + c * n_query + g * p.n_gqa * p.w;
+        float * csum = wdata + p.o_sum + c * n_query + g * p.n_gqa * p.w;
 
-        std::fill(cmax, cmax + p.n_gqa*p.w, -INFINITY);
-        std::fill(csum, csum + p.n_gqa*p.w, 0.0f);
+        std::fill(cmax, cmax + p.n_gqa * p.w, -INFINITY);
+        std::fill(csum, csum + p.n_gqa * p.w, 0.0f);
 
         laprox_load_q(q, p, g, scale, qs);
 
-        for (int64_t i0 = c*LAPROX_CHUNK; i0 < i1; i0 += LAPROX_TILE) {
+        for (int64_t i0 = c * LAPROX_CHUNK; i0 < i1; i0 += LAPROX_TILE) {
             const int64_t n = std::min(LAPROX_TILE, i1 - i0);
 
             const bool masked = laprox_load_mask(mask, i0, n, masks);
             laprox_load_tile(k, g, i0, n, rows, tile);
 
             for (int64_t r = 0; r < p.n_gqa; ++r) {
-                laprox_logits(p, qs + r*p.w*p.d_k, tile, masked ? masks : nullptr, softcap, logits);
+                laprox_logits(p, qs + r * p.w * p.d_k, tile, masked ? masks : nullptr, softcap, logits);
 
                 for (int64_t t = 0; t < p.w; ++t) {
-                    float * x = logits + t*LAPROX_TILE;
+                    float * x = logits + t * LAPROX_TILE;
 
-                    const float m_old = cmax[r*p.w + t];
+                    const float m_old = cmax[r * p.w + t];
                     const float m_new = std::max(m_old, laprox_tile_max(x));
                     if (m_new == -INFINITY) {
                         continue;
                     }
                     const float sum = (float) ggml_vec_soft_max_f32(LAPROX_TILE, x, x, m_new);
 
-                    csum[r*p.w + t] = csum[r*p.w + t]*expf(m_old - m_new) + sum;
-                    cmax[r*p.w + t] = m_new;
+                    csum[r * p.w + t] = csum[r * p.w + t] * expf(m_old - m_new) + sum;
+                    cmax[r * p.w + t] = m_new;
                 }
             }
         }
     }
 
     for (int64_t h = ith; gram && h < p.n_head; h += nth) {
-        laprox_pack_gram(gram, h, wdata + p.o_gram + h*p.n_gram);
+        laprox_pack_gram(gram, h, wdata + p.o_gram + h * p.n_gram);
     }
 
     ggml_barrier(params->threadpool);
@@ -403,7 +404,7 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
 
         float m = -INFINITY;
         for (int64_t c = 0; c < p.n_chunks; ++c) {
-            m = std::max(m, cmax[c*n_query]);
+            m = std::max(m, cmax[c * n_query]);
         }
         if (m == -INFINITY) {
             lse[i] = -INFINITY;
@@ -411,7 +412,7 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
         }
         double sum = 0.0;
         for (int64_t c = 0; c < p.n_chunks; ++c) {
-            sum += (double) csum[c*n_query]*expf(cmax[c*n_query] - m);
+            sum += (double) csum[c * n_query] * expf(cmax[c * n_query] - m);
         }
         lse[i] = m + (float) log(sum);
     }
@@ -421,23 +422,23 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     // pass 2
 
     for (int64_t item = ith; item < n_items; item += nth) {
-        const int64_t g  = item/p.n_chunks;
-        const int64_t c  = item%p.n_chunks;
-        const int64_t i1 = std::min((c + 1)*LAPROX_CHUNK, p.n_kv);
+        const int64_t g  = item / p.n_chunks;
+        const int64_t c  = item % p.n_chunks;
+        const int64_t i1 = std::min((c + 1) * LAPROX_CHUNK, p.n_kv);
 
-        float * res = (float *) dst->data + g*p.n_kv;
+        float * res = (float *) dst->data + g * p.n_kv;
 
         laprox_load_q(q, p, g, scale, qs);
 
-        for (int64_t i0 = c*LAPROX_CHUNK; i0 < i1; i0 += LAPROX_TILE) {
+        for (int64_t i0 = c * LAPROX_CHUNK; i0 < i1; i0 += LAPROX_TILE) {
             const int64_t n = std::min(LAPROX_TILE, i1 - i0);
 
             const bool masked = laprox_load_mask(mask, i0, n, masks);
             laprox_load_tile(k, g, i0, n, rows, tile);
 
             for (int64_t r = 0; r < p.n_gqa; ++r) {
-                laprox_logits(p, qs + r*p.w*p.d_k, tile, masked ? masks : nullptr, softcap, logits);
-                laprox_column_stat(stat, p.w, logits, lse + (g*p.n_gqa + r)*p.w, attn + r*LAPROX_TILE);
+                laprox_logits(p, qs + r * p.w * p.d_k, tile, masked ? masks : nullptr, softcap, logits);
+                laprox_column_stat(stat, p.w, logits, lse + (g * p.n_gqa + r) * p.w, attn + r * LAPROX_TILE);
             }
 
             if (gram) {
@@ -447,11 +448,11 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
             float acc[LAPROX_TILE] = {};
             float val[LAPROX_TILE];
             for (int64_t r = 0; r < p.n_gqa; ++r) {
-                const float * a = attn + r*LAPROX_TILE;
+                const float * a = attn + r * LAPROX_TILE;
                 if (gram) {
-                    laprox_value_norm(p.d_v, wdata + p.o_gram + (g*p.n_gqa + r)*p.n_gram, tile, logits, val);
+                    laprox_value_norm(p.d_v, wdata + p.o_gram + (g * p.n_gqa + r) * p.n_gram, tile, logits, val);
                     for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                        acc[j] += a[j] > 0.0f ? a[j]*val[j] : 0.0f;
+                        acc[j] += a[j] > 0.0f ? a[j] * val[j] : 0.0f;
                     }
                 } else {
                     for (int64_t j = 0; j < LAPROX_TILE; ++j) {
@@ -460,7 +461,7 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
                 }
             }
             for (int64_t j = 0; j < n; ++j) {
-                res[i0 + j] = acc[j]/p.n_gqa;
+                res[i0 + j] = acc[j] / p.n_gqa;
             }
         }
     }
