@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,15 +20,12 @@ from pathlib import Path
 
 from laprox_llamacpp import Llama, models
 from laprox_llamacpp.haystack import paragraphs
+from laprox_llamacpp.stats import mib
 
 
 def rss() -> int:
     """Resident bytes of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def mib(n: float) -> str:
-    return f"{n / 2**20:.1f} MiB"
 
 
 def decode(llm: Llama, n: int) -> float:
@@ -85,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     cost = stats.score_ms + stats.plan_ms + stats.commit_ms
     prefill = args.n_prompt / stats.prefill_tps * 1e3
 
-    print(f"{args.model}, {args.n_prompt} tokens, budget {args.budget:.0%}, {args.threads} threads, {platform.machine()}\n")
+    print(f"{args.model}, {args.n_prompt} tokens, budget {args.budget:.0%}, {args.threads} threads\n")
     print("| what | value |\n|---|---|")
     print(f"| decode, full / evicted / limit | {ms['full']:.1f} / {ms['evicted']:.1f} / {ms['limit']:.1f} ms a token |")
     print(f"| speed-up over the full cache | {speedup:.2f}x |")
@@ -94,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"| score + plan + commit | {stats.score_ms:.0f} + {stats.plan_ms:.0f} + {stats.commit_ms:.0f} ms,", end=" ")
     print(f"{cost / (prefill - cost):.2%} of the prefill |")
     print(f"| Gram matrices, once per context | {stats.gram_ms:.0f} ms |")
-    print(f"| KV bytes full / peak / now | {mib(stats.bytes_full)} / {mib(stats.bytes_peak)} / {mib(stats.bytes_now)} |")
+    kv_bytes = (stats.bytes_full, stats.bytes_peak, stats.bytes_now, stats.bytes_reserve)
+    print(f"| KV bytes full / peak / now / of it reserve | {' / '.join(map(mib, kv_bytes))} |")
     print(f"| RSS: start, context created, prompt evicted | {mib(before)}, {mib(created)}, {mib(after)} |")
 
 

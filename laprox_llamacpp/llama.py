@@ -41,8 +41,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         budget: what survives of a prompt's KV entries, window included: a fraction in (0, 1], an int >= 1 (tokens per
             KV head on average) or a str of bytes such as "64MiB"; default 0.2. The window stays, whatever the budget.
         type_k, type_v: a `GGML_TYPE_*` number as in the parent, or "f32", "f16", "bf16", "q8_0", "q4_0".
-        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to the window and to 64, and
-            takes `swa_full=False` unless told otherwise.
+        **kwargs: of the parent. Eviction turns `flash_attn` on, raises `n_batch` and `n_ubatch` to 64 and to the
+            window, and takes `swa_full=False` unless told otherwise.
 
     Raises:
         ValueError: a bad policy or budget; a file that is missing, truncated or not GGUF.
@@ -114,8 +114,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         if not kwargs.get("flash_attn"):
             kwargs["flash_attn"] = True
             said.append("flash_attn=True")
+        least = max(policy.window, _STEP)
         for name in ("n_batch", "n_ubatch"):
-            least = max(policy.window, _STEP)
             if kwargs.get(name, 512) < least:
                 kwargs[name] = least
                 said.append(f"{name}={least} (the window is one ubatch, the prompt before it goes in steps of {_STEP})")
