@@ -295,7 +295,7 @@ void laprox_kv::ensure(uint32_t n_tokens, bool exact) {
         const uint32_t n_need = tail.size() + n_tokens;
 
         if (n_need > n_tail_cap) {
-            grow_tail(GGML_PAD(n_need + (exact ? 0 : params.n_reserve), LAPROX_TAIL_STEP));
+            grow_tail(n_need + (exact ? 0 : params.n_reserve));
         }
 
         return;
@@ -783,7 +783,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
 
 void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
     const uint32_t n_tail_new = n_prompt - n_cand_new;
-    const uint32_t n_cap      = GGML_PAD(n_tail_new + params.n_reserve, LAPROX_TAIL_STEP);
+    const uint32_t n_cap      = n_tail_new + params.n_reserve;
 
     std::vector<laprox_rows> rows;
 
