@@ -316,6 +316,10 @@ void laprox_kv::ensure(uint32_t n_tokens, bool exact) {
 //
 
 void laprox_kv::clear() {
+    if (evicted() && lctx) {
+        lctx->synchronize(); // the rows may still be in use
+    }
+
     n_prompt = 0;
     scored   = false;
     scores   = {};
@@ -361,9 +365,6 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     }
 
     if (p0 <= 0 && p1 > kv.v_cells[0].seq_pos_max(0)) {
-        if (lctx) {
-            lctx->synchronize();
-        }
         clear();
 
         return true;
