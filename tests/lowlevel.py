@@ -22,6 +22,7 @@ import llama_cpp as lib  # isort: skip
 
 TESTS = Path(__file__).resolve().parent
 W = 32
+TYPES = {**NAMES, "iq4_nl": 20}  # one that cannot be evicted
 
 _errors: list[str] = []
 
@@ -73,13 +74,14 @@ class Context:
         cb_eval: Any = None,
     ) -> None:
         self.ptr: Any = None
+        self.path = path
         self.model = load_model(path)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ctx, n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
         params.n_seq_max = n_seq_max
         params.flash_attn_type = 1 if flash_attn else 0
-        params.type_k, params.type_v = NAMES[type_k], NAMES[type_v or type_k]
+        params.type_k, params.type_v = TYPES[type_k], TYPES[type_v or type_k]
         params.swa_full = False
         if cb_eval is not None:
             params.cb_eval = cb_eval
