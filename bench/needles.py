@@ -1,8 +1,8 @@
 """Needles in a real text: how often the answer survives eviction. Prints a Markdown table.
 
 A sample is a prompt of about `--n-tokens` tokens of Python's documentation, shuffled, with one sentence "The special
-magic number for the amber lighthouse is 4821937." in it (single) or four such sentences (multikey), one of them asked for
-at the end, in the model's own chat template. The answer is right when it holds the exact number.
+magic number for the amber lighthouse is 4821937." in it (single) or four such sentences (multikey), one of them asked
+for at the end, in the model's own chat template. The answer is right when it holds the exact number.
 
 Each sample is prefilled once. The full cache answers from it, then every policy and budget: the answer's tokens are
 removed, the prompt is scored, and the evicted rows are masked instead of freed. Masking keeps what freeing keeps;
@@ -92,7 +92,9 @@ def make_sample(llm: Llama, style: Style, index: int, n_tokens: int, seed: int) 
     return Sample(task, index, depth, hidden[0].number, tokens)
 
 
-def _tokens(llm: Llama, style: Style, hidden: Sequence[Fact], depths: Sequence[float], words: Sequence[str]) -> list[int]:
+def _tokens(
+    llm: Llama, style: Style, hidden: Sequence[Fact], depths: Sequence[float], words: Sequence[str]
+) -> list[int]:
     """The prompt around the text `words`; the first of the `hidden` facts is asked for."""
     parts = [p for p in " ".join(words).replace(" \n\n ", "\n\n").strip().split("\n\n") if p]
     places = sorted(((round(d * len(parts)), f.sentence) for d, f in zip(depths, hidden)), reverse=True)
