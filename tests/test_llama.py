@@ -194,9 +194,7 @@ def test_the_window_reaches_back_into_a_cache_that_outgrows_its_budget(path: str
     once.close()
 
 
-def test_small_batches_are_raised(
-    path: str, capfd: pytest.CaptureFixture[str], tokens: list[int]
-) -> None:
+def test_small_batches_are_raised(path: str, capfd: pytest.CaptureFixture[str], tokens: list[int]) -> None:
     llm = make(path, n_batch=8, n_ubatch=8, verbose=True)
     err = capfd.readouterr().err
     assert all(name in err for name in ("flash_attn=True", "n_batch=", "n_ubatch=", "swa_full=False"))

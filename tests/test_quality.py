@@ -10,7 +10,7 @@ import pytest
 from laprox_llamacpp import Llama
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import needles  # noqa: E402
+import needles
 
 SEED = 29  # not the bench's
 
