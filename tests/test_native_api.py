@@ -484,11 +484,25 @@ EMBED = {"token_embd.weight": (32, 32), "output_norm.weight": (32,)}
 
 
 def test_recurrent_memory_is_refused(tmp_path: Path) -> None:
-    fields = {"ssm.conv_kernel": 4, "ssm.inner_size": 64, "ssm.state_size": 16, "ssm.time_step_rank": 2,
-              "attention.layer_norm_rms_epsilon": 1e-5}  # fmt: skip
-    block = {"attn_norm.weight": (32,), "ssm_in.weight": (128, 32), "ssm_conv1d.weight": (64, 4), "ssm_conv1d.bias": (64,),
-             "ssm_x.weight": (34, 64), "ssm_dt.weight": (64, 2), "ssm_dt.bias": (64,), "ssm_a": (64, 16), "ssm_d": (64,),
-             "ssm_out.weight": (32, 64)}  # fmt: skip
+    fields = {
+        "ssm.conv_kernel": 4,
+        "ssm.inner_size": 64,
+        "ssm.state_size": 16,
+        "ssm.time_step_rank": 2,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+    }
+    block = {
+        "attn_norm.weight": (32,),
+        "ssm_in.weight": (128, 32),
+        "ssm_conv1d.weight": (64, 4),
+        "ssm_conv1d.bias": (64,),
+        "ssm_x.weight": (34, 64),
+        "ssm_dt.weight": (64, 2),
+        "ssm_dt.bias": (64,),
+        "ssm_a": (64, 16),
+        "ssm_d": (64,),
+        "ssm_out.weight": (32, 64),
+    }
     tensors = {**EMBED, **{f"blk.0.{k}": v for k, v in block.items()}}
     path = write_model(tmp_path / "mamba.gguf", "mamba", fields, tensors)
     with pytest.raises(RuntimeError, match="no plain KV cache"):
@@ -499,11 +513,27 @@ def test_recurrent_memory_is_refused(tmp_path: Path) -> None:
 
 def test_alibi_is_refused(tmp_path: Path) -> None:
     fields = {"attention.head_count": 4, "feed_forward_length": 64, "attention.layer_norm_epsilon": 1e-5}
-    block = {"attn_norm.weight": (32,), "attn_norm.bias": (32,), "attn_qkv.weight": (96, 32), "attn_qkv.bias": (96,),
-             "attn_output.weight": (32, 32), "attn_output.bias": (32,), "ffn_norm.weight": (32,), "ffn_norm.bias": (32,),
-             "ffn_up.weight": (64, 32), "ffn_up.bias": (64,), "ffn_down.weight": (32, 64), "ffn_down.bias": (32,)}  # fmt: skip
-    tensors = {**EMBED, "token_embd_norm.weight": (32,), "token_embd_norm.bias": (32,), "output_norm.bias": (32,),
-               **{f"blk.0.{k}": v for k, v in block.items()}}  # fmt: skip
+    block = {
+        "attn_norm.weight": (32,),
+        "attn_norm.bias": (32,),
+        "attn_qkv.weight": (96, 32),
+        "attn_qkv.bias": (96,),
+        "attn_output.weight": (32, 32),
+        "attn_output.bias": (32,),
+        "ffn_norm.weight": (32,),
+        "ffn_norm.bias": (32,),
+        "ffn_up.weight": (64, 32),
+        "ffn_up.bias": (64,),
+        "ffn_down.weight": (32, 64),
+        "ffn_down.bias": (32,),
+    }
+    tensors = {
+        **EMBED,
+        "token_embd_norm.weight": (32,),
+        "token_embd_norm.bias": (32,),
+        "output_norm.bias": (32,),
+        **{f"blk.0.{k}": v for k, v in block.items()},
+    }
     path = write_model(tmp_path / "bloom.gguf", "bloom", fields, tensors)
     with pytest.raises(RuntimeError, match="ALiBi"):
         Context(path, n_ctx=256)
