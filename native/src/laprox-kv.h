@@ -238,6 +238,8 @@ uint32_t laprox_extra_nodes(const llama_context & lctx);
 
 void laprox_set_next_params(const laprox_context_params * params); // of this thread
 
+void laprox_trim(); // give freed memory back to the system
+
 // text of the last error, per thread
 void laprox_set_error(const std::string & text);
 

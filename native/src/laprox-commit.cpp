@@ -1,0 +1,309 @@
+#include "laprox-kv.h"
+
+#include "llama-context.h"
+#include "llama-impl.h"
+
+#include <cmath>
+#include <cstring>
+
+static uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers) {
+    size_t n = 0;
+    for (const auto & layer : layers) {
+        for (const auto & kept : layer.kept) {
+            n = std::max(n, kept.size());
+        }
+    }
+
+    return n;
+}
+//
+// one prompt
+//
+
+void laprox_kv::reserve(uint32_t n_tokens) {
+    ensure(n_tokens, true);
+}
+
+void laprox_kv::observe(uint32_t n_window_new) {
+    observing = false;
+
+    if (n_window_new == 0) {
+        return;
+    }
+
+    if (evicted()) {
+        laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it before another prompt is observed");
+    }
+
+    n_prompt = 0;
+    scored   = false;
+    n_window = n_window_new;
+
+    const ggml_init_params params_ctx = {
+        /*.mem_size   =*/2 * layers.size() * ggml_tensor_overhead(),
+        /*.mem_buffer =*/nullptr,
+        /*.no_alloc   =*/true,
+    };
+
+    buf_obs.reset();
+    ctx_obs.reset(ggml_init(params_ctx));
+
+    for (auto & layer : layers) {
+        layer.q_obs = ggml_new_tensor_3d(ctx_obs.get(), GGML_TYPE_F32, layer.n_embd_head_k, layer.n_head, n_window);
+        layer.r_obs = ggml_new_tensor_2d(ctx_obs.get(), GGML_TYPE_F32, 1, n_window);
+    }
+
+    buf_obs.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_obs.get(), ggml_backend_cpu_buffer_type()));
+    if (!buf_obs) {
+        laprox_throw(LAPROX_E_ALLOC, "memory for the queries of the observation window was refused");
+    }
+
+    observing = true;
+}
+
+std::vector<uint32_t> laprox_kv::cells_by_pos() const {
+    const auto & cells = kv.v_cells[0];
+
+    std::vector<uint32_t> res(n_prompt, UINT32_MAX);
+
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < cells.used_max_p1(); ++i) {
+        if (cells.is_empty(i)) {
+            continue;
+        }
+
+        const llama_pos pos = cells.pos_get(i);
+
+        if (pos < 0 || pos >= (llama_pos) n_prompt || res[pos] != UINT32_MAX) {
+            laprox_throw(LAPROX_E_STATE, "the cache does not hold each of the prompt's positions once; decode the prompt and its window, then evict");
+        }
+
+        res[pos] = i;
+        n++;
+    }
+
+    if (n != n_prompt) {
+        laprox_throw(LAPROX_E_STATE, "the cache lacks some of the prompt's positions; decode the whole prompt, then evict");
+    }
+
+    return res;
+}
+
+void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store) {
+    if (ragged()) {
+        laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it first");
+    }
+    if (store != LAPROX_STORE_RAGGED && store != LAPROX_STORE_MASK) {
+        laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
+    }
+    if (n_prompt == 0 || n_window == 0 || n_window > n_prompt) {
+        laprox_throw(LAPROX_E_NO_SCORES, "no observation window was decoded; call laprox_observe() and decode the window first");
+    }
+
+    const uint32_t n_cand_new = n_prompt - n_window;
+
+    // validate everything before anything moves
+    const auto cells = cells_by_pos();
+
+    std::vector<std::vector<std::vector<llama_pos>>> kept(layers.size());
+
+    uint64_t n_kept_total = 0;
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        for (int64_t h = 0; h < layers[ikv].n_head_kv; ++h) {
+            const uint32_t n = *n_kept++;
+
+            if (n > n_cand_new) {
+                laprox_throw(LAPROX_E_ARG, format("a head cannot keep %u of %u candidates", n, n_cand_new));
+            }
+
+            for (uint32_t i = 0; i < n; ++i) {
+                if (pos[i] < 0 || pos[i] >= (llama_pos) n_cand_new || (i > 0 && pos[i] <= pos[i - 1])) {
+                    laprox_throw(LAPROX_E_ARG, format("kept positions of a head must ascend within [0, %u), got %d", n_cand_new, pos[i]));
+                }
+            }
+
+            kept[ikv].emplace_back(pos, pos + n);
+
+            pos += n;
+            n_kept_total += n;
+        }
+    }
+
+    if (lctx) {
+        lctx->synchronize();
+    }
+
+    const int64_t t_start_us = ggml_time_us();
+
+    const uint64_t bytes_full = n_bytes_row() * n_prompt;
+
+    // on failure the last kept set comes back with the phase that it belongs to
+    const auto swap_kept = [&] {
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            layers[ikv].kept.swap(kept[ikv]);
+        }
+    };
+
+    swap_kept();
+
+    try {
+        if (store == LAPROX_STORE_RAGGED) {
+            commit_ragged(cells, n_cand_new);
+        } else {
+            commit_masked(cells, n_cand_new);
+        }
+    } catch (...) {
+        swap_kept();
+        throw;
+    }
+
+    n_kept_max = laprox_n_kept_max(layers);
+    n_cand     = n_cand_new;
+    stale      = true;
+
+    if (ragged()) {
+        // what only scoring and masking needed
+        for (auto & layer : layers) {
+            layer.q_obs     = nullptr;
+            layer.r_obs     = nullptr;
+            layer.keep_mask = nullptr;
+        }
+        buf_obs.reset();
+        ctx_obs.reset();
+        buf_mask.reset();
+        ctx_mask.reset();
+
+        laprox_trim();
+    }
+
+    stats.evicted     = true;
+    stats.n_prompt    = n_prompt;
+    stats.n_window    = n_window;
+    stats.rows_full   = n_head_kv_total() * n_prompt;
+    stats.rows_kept   = n_head_kv_total() * n_window + n_kept_total;
+    stats.n_grown     = 0;
+    stats.bytes_full  = bytes_full;
+    stats.t_commit_ms = (ggml_time_us() - t_start_us) / 1000.0;
+}
+
+void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
+    const uint32_t n_tail_new = n_prompt - n_cand_new;
+    const uint32_t n_cap      = n_tail_new + params.n_reserve;
+
+    std::vector<laprox_rows> rows;
+
+    uint64_t n_bytes_new = 0;
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        auto & l = layers[ikv];
+
+        l.row0.clear();
+
+        uint32_t n = 0;
+        for (const auto & head : l.kept) {
+            l.row0.push_back(n);
+            n += head.size() + n_cap;
+        }
+
+        rows.push_back(alloc_rows(ikv, l.n_embd_head_k, l.n_embd_head_v, n));
+        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
+    }
+
+    note_bytes(n_bytes_new);
+
+    // nothing can be refused from here on
+    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> first;
+    if (!per_layer) {
+        first = std::move(kv.ctxs_bufs);
+        kv.ctxs_bufs.clear();
+        kv.ctxs_bufs.resize(layers.size());
+        per_layer = true;
+    }
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        const auto & l   = layers[ikv];
+        const auto & old = kv.layers[ikv];
+
+        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
+            const size_t n_row = dst->nb[1];
+
+            for (int64_t h = 0; h < l.n_head_kv; ++h) {
+                const char * from = (const char *) src->data + h * n_row;
+                char *       to   = (char *) dst->data + l.row0[h] * n_row;
+
+                for (llama_pos p : l.kept[h]) {
+                    memcpy(to, from + cells[p] * src->nb[1], n_row);
+                    to += n_row;
+                }
+
+                for (uint32_t p = n_cand_new; p < n_prompt; ++p) {
+                    memcpy(to, from + cells[p] * src->nb[1], n_row);
+                    to += n_row;
+                }
+
+                memset(to, 0, (n_cap - n_tail_new) * n_row);
+            }
+        }
+
+        adopt(ikv, std::move(rows[ikv]));
+    }
+
+    tail.resize(n_tail_new);
+    for (uint32_t i = 0; i < n_tail_new; ++i) {
+        tail[i] = n_cand_new + i;
+    }
+
+    n_tail_cap = n_cap;
+    n_append   = 0;
+    phase      = LAPROX_PHASE_RAGGED;
+}
+
+void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
+    const ggml_init_params params_ctx = {
+        /*.mem_size   =*/layers.size() * ggml_tensor_overhead(),
+        /*.mem_buffer =*/nullptr,
+        /*.no_alloc   =*/true,
+    };
+
+    ggml_context_ptr ctx(ggml_init(params_ctx));
+
+    std::vector<ggml_tensor *> masks;
+
+    for (const auto & layer : layers) {
+        masks.push_back(ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, kv.get_size(), 1, layer.n_head));
+    }
+
+    ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
+    if (!buf) {
+        laprox_throw(LAPROX_E_ALLOC, "memory for the mask of the oracle was refused");
+    }
+
+    ggml_backend_buffer_clear(buf.get(), 0);
+
+    const ggml_fp16_t keep = ggml_fp32_to_fp16(0.0f);
+    const ggml_fp16_t drop = ggml_fp32_to_fp16(-INFINITY);
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        auto & layer = layers[ikv];
+
+        layer.keep_mask = masks[ikv];
+
+        for (int64_t h = 0; h < layer.n_head; ++h) {
+            ggml_fp16_t * data = (ggml_fp16_t *) layer.keep_mask->data + h * layer.keep_mask->ne[0];
+
+            for (uint32_t p = 0; p < n_cand_new; ++p) {
+                data[cells[p]] = drop;
+            }
+            for (llama_pos p : layer.kept[h / (layer.n_head / layer.n_head_kv)]) {
+                data[cells[p]] = keep;
+            }
+        }
+    }
+
+    ctx_mask = std::move(ctx);
+    buf_mask = std::move(buf);
+
+    phase = LAPROX_PHASE_MASKED;
+}
