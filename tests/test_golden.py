@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -30,9 +32,9 @@ SPECS = [
 class Case:
     """A model's reference, and a context whose cache holds the same prompt, scored."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, path: Path | None = None, kind: str = "f16") -> None:
         self.ref = golden(name)
-        self.ctx = Context(models.fetch(name), n_threads=2)
+        self.ctx = Context(path or models.fetch(name), type_k=kind, n_threads=2)
         self.logits = self.ctx.prefill(self.ref["ids"])
         self.n = len(self.ref["ids"])
 
@@ -97,3 +99,45 @@ def test_kept_sets(case: Case, spec: str) -> None:
         print(f"{spec} at {budget}: Jaccard {jaccard:.4f}, without the window {chosen:.4f}")
         assert jaccard >= 0.95
         assert chosen >= 0.93
+
+
+def write_f32(source: Path, target: Path) -> Path:
+    """The same model with its weights dequantised: no product rounds its activations to 8 bits then."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        kind = field.types[0]
+        writer.add_key_value(
+            field.name, field.contents(), kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        )
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["f16", "f32"])
+def test_with_weights_as_the_reference_has_them(tmp_path: Path, smol_path: Path, kind: str) -> None:
+    case = Case("smollm2-135m", write_f32(smol_path, tmp_path / "f32.gguf"), kind)
+    want = case.ref["raw_max"].astype(np.float64)
+    got = case.ctx.score().reshape(want.shape)
+    corr = [np.corrcoef(got[il].ravel(), want[il].ravel())[0, 1] for il in range(len(want))]
+    rel = np.median(np.abs(got - want) / want)
+    print(f"{kind}: correlation {min(corr):.6f} at least, median relative difference {rel:.4f}")
+    assert min(corr) >= 0.9999
+    assert rel <= 0.01
+    for budget in ("0.1", "0.25"):
+        bits = np.unpackbits(case.ref[f"kept|laprox|{budget}"], axis=-1)[..., : case.n].astype(bool)
+        want_kept = bits.reshape(-1, case.n)[:, :-W]
+        got_kept = case.kept("laprox", float(budget))
+        same = (got_kept & want_kept).sum() / (got_kept | want_kept).sum()
+        print(f"{kind} at {budget}: Jaccard without the window {same:.4f}")
+        assert same >= 0.99
+    case.ctx.close()
+    (tmp_path / "f32.gguf").unlink()  # 540 MB
