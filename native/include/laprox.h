@@ -144,7 +144,8 @@ LLAMA_API int32_t laprox_score_default_params(struct laprox_score_params * param
 LLAMA_API int32_t laprox_plan_default_params(struct laprox_plan_params * params);
 
 // Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
-// laprox_last_error() says why, when the model or the context's parameters do not allow it.
+// laprox_last_error() says why, when the model or the context's parameters do not allow it. A context that fails for
+// another reason leaves the setting for the next one: clear it then.
 LLAMA_API int32_t laprox_set_next(const struct laprox_context_params * params);
 
 LLAMA_API bool laprox_enabled(const struct llama_context * ctx);
@@ -169,7 +170,7 @@ LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_sha
 // model layer and number of KV heads of each evictable layer, [n_layer]
 LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
 
-// the last raw scores, [n_head_kv][n_cand]; they stay until the next laprox_score or a cleared cache
+// the last raw scores, [n_head_kv][n_cand]; they stay until the next laprox_score or laprox_observe, or a cleared cache
 LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
 
 // R_l of the last observation, [n_layer]

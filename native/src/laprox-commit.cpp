@@ -3,6 +3,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -21,6 +22,10 @@ static uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers) {
 //
 
 void laprox_kv::reserve(uint32_t n_tokens) {
+    if (n_tokens > kv.get_size()) {
+        laprox_throw(LAPROX_E_ARG, format("room for %u tokens was asked for, the context holds %u; raise n_ctx", n_tokens, kv.get_size()));
+    }
+
     ensure(n_tokens, true);
 }
 

@@ -3,7 +3,6 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
-#include <new>
 #include <stdexcept>
 
 //
@@ -20,6 +19,12 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
     }
 
     try {
+        // the window's tokens were removed, or were never decoded: other tokens may take their positions now
+        if (!ragged() && (llama_pos) n_prompt > kv.v_cells[0].seq_pos_max(0) + 1) {
+            n_prompt = 0;
+            scored   = false;
+        }
+
         if (observing) {
             observing = false;
 
@@ -38,8 +43,8 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.text.c_str());
 
         return err.status == LAPROX_E_ARG ? -1 : -2;
-    } catch (const std::bad_alloc &) {
-        laprox_set_error("out of memory");
+    } catch (const std::exception & err) {
+        laprox_set_error(err.what());
 
         return -2;
     }

@@ -73,7 +73,7 @@ ggml_tensor * laprox_kv::build_attn(
 
     auto * ctx0 = graph.ctx0;
 
-    if (observed && graph.n_tokens == n_window) { // worst-case graphs have other sizes
+    if (observed && graph.n_tokens == n_window) { // worst-case graphs have other sizes, or are never computed
         ggml_tensor * norm = ggml_sqrt(ctx0, ggml_sum_rows(ctx0, ggml_sqr(ctx0, x)));
 
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, q, layer.q_obs));
@@ -144,6 +144,9 @@ ggml_tensor * laprox_kv::build_attn_ragged(
         cur->src[3] = mask;
 
         ggml_prec_set_acc(cur, GGML_PREC_F32);
+
+        // only the CPU's kernels take such a mask, and the rows are in host memory
+        ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
 
         out.push_back(cur); // [n_embd_head_v, n_gqa, n_tokens]
     }

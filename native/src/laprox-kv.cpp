@@ -18,7 +18,7 @@ static constexpr uint32_t LAPROX_TAIL_STEP = 64;
 static constexpr uint32_t LAPROX_ROWS_STEP = 256;
 
 void laprox_throw(laprox_status status, const std::string & text) {
-    throw laprox_error { status, text };
+    throw laprox_error(status, text);
 }
 
 laprox_kv::laprox_kv(llama_kv_cache & kv, const laprox_context_params & params) :
@@ -65,7 +65,7 @@ uint32_t laprox_kv::n_rows_init() const {
 }
 
 uint32_t laprox_kv::n_kv_full() const {
-    return phase == LAPROX_PHASE_RAGGED ? n_kv_ragged() : n_rows();
+    return phase == LAPROX_PHASE_RAGGED ? n_kept_max + n_tail_cap : n_rows();
 }
 
 uint64_t laprox_kv::n_head_kv_total() const {
@@ -170,25 +170,23 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
 
     const uint32_t n_rows_old = n_rows();
 
-    // one buffer per layer from here on: a layer's old rows go as soon as they were copied
+    std::vector<laprox_rows> rows;
+
+    uint64_t n_bytes_new = 0;
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        rows.push_back(alloc_rows(ikv, kv.layers[ikv].k->ne[0], kv.layers[ikv].v->ne[0], n_rows_new));
+        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
+    }
+
+    note_bytes(n_bytes_new);
+
+    // one buffer per layer from here on: a layer's old rows go as soon as its new ones are filled
     std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> first;
     if (!per_layer) {
         first = std::move(kv.ctxs_bufs);
         kv.ctxs_bufs.clear();
         kv.ctxs_bufs.resize(layers.size());
-    }
-
-    std::vector<laprox_rows> rows;
-
-    try {
-        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-            rows.push_back(alloc_rows(ikv, kv.layers[ikv].k->ne[0], kv.layers[ikv].v->ne[0], n_rows_new));
-        }
-    } catch (...) {
-        if (!per_layer) {
-            kv.ctxs_bufs = std::move(first);
-        }
-        throw;
     }
 
     const uint32_t n_copy = std::min(n_rows_old, n_rows_new);
@@ -209,7 +207,6 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
 
     first.clear();
     laprox_trim();
-    note_bytes();
 }
 
 void laprox_kv::reset_full() {
@@ -243,6 +240,8 @@ void laprox_kv::grow_tail(uint32_t n_cap_new) {
 
     std::vector<std::vector<uint32_t>> row0_new(layers.size());
 
+    uint64_t n_bytes_new = 0;
+
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         const auto & l = layers[ikv];
 
@@ -253,7 +252,10 @@ void laprox_kv::grow_tail(uint32_t n_cap_new) {
         }
 
         rows.push_back(alloc_rows(ikv, l.n_embd_head_k, l.n_embd_head_v, n));
+        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
     }
+
+    note_bytes(n_bytes_new);
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         auto & l = layers[ikv];
@@ -280,7 +282,6 @@ void laprox_kv::grow_tail(uint32_t n_cap_new) {
     stats.n_grown++;
 
     laprox_trim();
-    note_bytes();
 }
 
 // room for n_tokens more tokens
@@ -351,7 +352,7 @@ void laprox_kv::clear() {
     if (was_ragged) {
         try {
             reset_full();
-        } catch (const laprox_error &) {
+        } catch (const std::exception &) {
             released = true; // tried again by the next decode, which can report it
         }
     }
@@ -448,7 +449,7 @@ void laprox_kv::set_input_idxs(ggml_tensor * dst) const {
     }
 }
 
-void laprox_kv::set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) const {
+void laprox_kv::set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch, bool causal_attn) const {
     GGML_ASSERT(ggml_backend_buffer_is_host(dst->buffer));
     GGML_ASSERT(dst->type == GGML_TYPE_F16);
 
@@ -464,7 +465,7 @@ void laprox_kv::set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) c
         std::fill(row + n_kept_max, row + n_mask, drop);
 
         for (size_t j = 0; j < tail.size(); ++j) {
-            if (tail[j] >= 0 && tail[j] <= ubatch.pos[t]) {
+            if (tail[j] >= 0 && (!causal_attn || tail[j] <= ubatch.pos[t])) {
                 row[n_kept_max + j] = keep;
             }
         }

@@ -6,6 +6,7 @@
 
 #include "ggml-cpp.h"
 
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -96,7 +97,7 @@ public:
     ggml_tensor * cpy(ggml_context * ctx, ggml_tensor * rows, ggml_tensor * cur, ggml_tensor * idxs, size_t ikv) const;
 
     void set_input_idxs(ggml_tensor * dst) const;
-    void set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch) const;
+    void set_input_mask(ggml_tensor * dst, const llama_ubatch & ubatch, bool causal_attn) const;
 
     [[noreturn]] void refuse_state() const; // saving and restoring
     void              refuse_shift() const; // shifting and dividing positions: reported, not done
@@ -220,7 +221,12 @@ private:
 };
 
 // an error of the C interface: a status and one line of text
-struct laprox_error {
+struct laprox_error : std::exception {
+    laprox_error(laprox_status status, const std::string & text) :
+        status(status), text(text) {}
+
+    const char * what() const noexcept override { return text.c_str(); }
+
     laprox_status status;
     std::string   text;
 };
