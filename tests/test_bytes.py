@@ -53,7 +53,7 @@ def test_prompt_buffer_follows_the_prompt(smol_path: Path) -> None:
         for _ in range(4):
             ctx.decode(IDS[:90])
         assert 360 * row <= ctx.stats().bytes_now <= 512 * row * 1.01
-        assert ctx.stats().bytes_peak == ctx.stats().bytes_now
+        assert ctx.stats().bytes_peak >= ctx.stats().bytes_now + 256 * row  # the first rows, until they are copied
 
 
 def rss() -> int:
