@@ -65,10 +65,12 @@ def demo(model: str, tokens: int, facts: int, seed: int, policy: EvictionPolicy)
 @click.argument("questions", nargs=-1, required=True, metavar="QUESTION...")
 @click.option("--model", default="smollm2-135m", show_default=True, help="A known name or a GGUF chat model.")
 @click.option(
-    "--file", "document", required=True, type=click.File(encoding="utf-8"), help="The text; - reads standard input."
+    "--file", "document", required=True, type=click.File("rb"), help="The text (UTF-8); - reads standard input."
 )
 @click.option("--budget", default="0.2", show_default=True, callback=_parse(Budget.parse), help="0.1, 1024 or 64MiB.")
-@click.option("--ctx", default=0, type=click.IntRange(0), help="Context in tokens; 0 takes the model's own.")
+@click.option(
+    "--ctx", default=0, type=click.IntRange(0, (1 << 31) - 1), help="Context in tokens; 0 takes the model's own."
+)
 @click.option("--max-tokens", default=MAX_ANSWER, show_default=True, type=click.IntRange(1), help="Longest answer.")
 @policy_option
 def ask(
@@ -85,7 +87,9 @@ def ask(
     The text and the first question are read once and evicted down to the budget; later questions follow as further
     turns of the chat, on what the first one left. Answers go to standard output, statistics to standard error.
     """
-    text = document.read()
+    text = _text(document)
+    if not all(q.strip() for q in questions):
+        raise ValueError("a question is empty, expected text")
     from . import models
 
     path = models.fetch(model)
@@ -96,17 +100,33 @@ def ask(
         chat: list[dict[str, Any]] = []
         for question in questions:
             chat.append({"role": "user", "content": question if chat else f"{text}\n\n{question}"})
-            answer = ""
+            answer, finish = "", None
             chunks: Any = llm.create_chat_completion(chat, stream=True, max_tokens=max_tokens, temperature=0.0)
             for chunk in chunks:
                 piece = chunk["choices"][0]["delta"].get("content") or ""
+                finish = chunk["choices"][0]["finish_reason"] or finish
                 answer += piece
                 click.echo(piece, nl=False)
             click.echo()
+            if finish == "length":
+                click.echo("(cut: --max-tokens or --ctx was reached)", err=True)
             click.echo(llm.kv_stats().one_line(), err=True)
             chat.append({"role": "assistant", "content": answer})
     finally:
         llm.close()
+
+
+def _text(document: Any) -> str:
+    """The whole of an open file as text."""
+    try:
+        text: str = document.read().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{document.name} is not UTF-8 text ({e.reason} at byte {e.start}); convert it first") from e
+    if not text.strip():
+        raise ValueError(f"{document.name} holds no text")
+    if "\0" in text:
+        raise ValueError(f"{document.name} holds a NUL byte, expected text")
+    return text
 
 
 @cli.command()
@@ -133,11 +153,19 @@ def memory(model: str | None, tokens: int, budgets: tuple[Budget, ...], cache_ty
     from rich.table import Table
 
     from . import memory as memory_
+    from . import models as models_
 
     if model is None:
         shapes = memory_.KNOWN
+    elif model in memory_.KNOWN:
+        shapes = {model: memory_.KNOWN[model]}
+    elif model in models_.KNOWN:
+        shapes = {model: memory_.from_gguf(models_.fetch(model))}
+    elif Path(model).exists():
+        shapes = {Path(model).name: memory_.from_gguf(model)}
     else:
-        shapes = {Path(model).name: memory_.KNOWN.get(model) or memory_.from_gguf(model)}
+        names = ", ".join([*memory_.KNOWN, *models_.KNOWN])
+        raise ValueError(f"{model} is neither a file nor a known name, expected a GGUF file or one of {names}")
     table = Table(title=f"KV MiB after a prompt of {tokens} tokens, {cache_type}")
     table.add_column("model")
     for name in ("full", *map(str, budgets)):
@@ -168,10 +196,15 @@ def main(args: Sequence[str] | None = None) -> int:
         # None unless --help or the like ended it early
         status = cli.main(args=None if args is None else list(args), prog_name=PROG, standalone_mode=False)
         return status if isinstance(status, int) else 0
+    except click.exceptions.NoArgsIsHelpError as e:
+        click.echo(e.ctx.get_help() if e.ctx else "", err=True)
+        return e.exit_code
     except click.ClickException as e:
         return _fail(e.format_message(), e.exit_code)
     except click.Abort:
         return _fail("interrupted", 130)
+    except MemoryError as e:
+        return _fail(f"out of memory: {e}; a smaller --ctx may do", 1)
     except (ImportError, LaproxError, ModelError, OSError, ValueError) as e:
         return _fail(str(e), 1)
 

@@ -24,6 +24,7 @@ import llama_cpp.llama_cpp as lib  # isort: skip
 
 DEFAULT_BUDGET = 0.2
 _STEP = 64  # tokens; see Llama._eval_prefix
+_CTX_STEP = 256  # llama.cpp rounds n_ctx up to this; the parent's buffers must have the same size
 
 
 class Llama(llama_cpp.Llama):  # type: ignore[misc]
@@ -71,6 +72,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._policy = None if kv_evict is None else EvictionPolicy.parse(kv_evict)
         self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
         self._fallback: str | None = None
+        self._note: str | None = None
         self._prefill = Clock()
         self._decode = Clock()
         model_path = os.fspath(model_path)
@@ -101,7 +103,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             super().__init__(model_path, **kwargs)
         except ValueError as e:
             if str(e) == "Failed to create llama_context" and self._policy is not None:
-                raise UnsupportedError(_native.last_error() or str(e)) from e
+                why = (
+                    _native.last_error() or f"{e} (n_ctx too large for the memory? verbose=True shows llama.cpp's log)"
+                )
+                raise UnsupportedError(why) from e
             if str(e).startswith("Failed to load model from file"):
                 raise ValueError(
                     f"{e} (truncated, or of an architecture that llama.cpp does not know; verbose=True shows its log)"
@@ -111,6 +116,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def _adapt(self, policy: EvictionPolicy, kwargs: dict[str, Any]) -> None:
         """Set what eviction needs, and say so."""
         said = []
+        n_ctx = kwargs.get("n_ctx", 512)
+        if not 0 <= n_ctx < 1 << 31:
+            raise ValueError(f"n_ctx is {n_ctx}, expected 0 (the model's own) to {(1 << 31) - 1} tokens")
+        kwargs["n_ctx"] = -(-n_ctx // _CTX_STEP) * _CTX_STEP
         if not kwargs.get("flash_attn"):
             kwargs["flash_attn"] = True
             said.append("flash_attn=True")
@@ -150,7 +159,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 with self._decode.time(1):
                     self._decode_now(tokens)
             elif self._is_prompt(len(tokens)):
+                self._prefill, self._decode = Clock(), Clock()
                 self._eval_prompt(self._policy, tokens)
+            elif self.n_tokens == 0:
+                self._prefill, self._decode, self._note = Clock(), Clock(), None
+                with self._prefill.time(len(tokens)):
+                    self._decode_now(tokens)
             else:
                 self._decode_now(tokens)
         except BaseException:
@@ -182,7 +196,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self.n_tokens = start
             self._ctx.kv_cache_seq_rm(-1, start, -1)
         n_prompt = self.n_tokens + len(tokens)
-        self._prefill, self._decode = Clock(), Clock()
+        self._check_budget(policy, n_prompt)
         with self._prefill.time(len(tokens)):
             _native.reserve(self.ctx, len(tokens))
             self._eval_prefix(tokens[:-w])
@@ -192,6 +206,20 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             finally:
                 _native.observe(self.ctx, 0)
             self._evict(policy, n_prompt)
+
+    def _check_budget(self, policy: EvictionPolicy, n_prompt: int) -> None:
+        """The window stays, whatever the budget: say so once, and in the statistics, when that is more."""
+        asked = self._budget.tokens(n_prompt, self._bytes_per_token)
+        if asked >= policy.window:
+            self._note = None
+            return
+        note = (
+            f"budget {self._budget} is {asked} of {n_prompt} tokens, less than the window of {policy.window}: "
+            "the window alone is kept"
+        )
+        if self._note is None:
+            warnings.warn(f"{note}; raise budget or lower the policy's window", RuntimeWarning, stacklevel=2)
+        self._note = note
 
     def _eval_prefix(self, tokens: Sequence[int]) -> None:
         """Decode what precedes the window in steps that make the scores the same, to the bit, for every n_batch and
@@ -292,6 +320,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             commit_ms=s.t_commit_ms,
             prefill_tps=self._prefill.rate(),
             decode_tps=self._decode.rate(),
+            note=self._note,
             fallback=self._fallback,
         )
 
@@ -313,6 +342,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         Raises StateError when eviction is off or nothing was scored since the cache was cleared.
         """
         self._need_eviction("kv_scores")
+        if _native.shape(self.ctx).n_window == 0:
+            raise StateError("no prompt has been evicted since the cache was cleared, so there are no scores to show")
         ends = np.cumsum([n for _, n in self._layers])[:-1]
         return {il: s for (il, _), s in zip(self._layers, np.split(_native.scores(self.ctx), ends))}
 

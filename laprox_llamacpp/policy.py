@@ -190,21 +190,20 @@ class Budget:
         except ValueError:
             raise _bad_budget(spec) from None
 
-    def kept(self, n_prompt: int, window: int, bytes_per_token: int) -> int:
-        """k: candidates that each KV head keeps on average beside the window.
+    def tokens(self, n_prompt: int, bytes_per_token: int) -> int:
+        """k + w as asked for: tokens per KV head on average, of a prompt of `n_prompt` tokens.
 
-        Args:
-            n_prompt: N, tokens of the prompt.
-            window: w.
-            bytes_per_token: K and V of one token over all evictable layers and heads; only a byte budget reads it.
+        `bytes_per_token`: K and V of one token over all evictable layers and heads; only a byte budget reads it.
         """
         if self.kind == "fraction":
-            n = math.floor(self.value * n_prompt + 0.5)
-        elif self.kind == "tokens":
-            n = int(self.value)
-        else:
-            n = int(self.value // bytes_per_token)
-        return max(0, min(n, n_prompt) - window)
+            return math.floor(self.value * n_prompt + 0.5)
+        if self.kind == "tokens":
+            return int(self.value)
+        return int(self.value // bytes_per_token)
+
+    def kept(self, n_prompt: int, window: int, bytes_per_token: int) -> int:
+        """k: candidates that each KV head keeps on average beside the window of w tokens. Arguments as `tokens`."""
+        return max(0, min(self.tokens(n_prompt, bytes_per_token), n_prompt) - window)
 
     def n_keep(self, n_prompt: int, window: int, n_heads: int, bytes_per_token: int) -> int:
         """Kept candidates over all `n_heads` KV heads of all evictable layers: exactly n_heads * k."""

@@ -42,6 +42,7 @@ class KVStats:
     commit_ms: float = 0.0
     prefill_tps: float = 0.0  # tokens per second of the last prompt, scoring included
     decode_tps: float = 0.0  # tokens per second, one at a time, since that prompt
+    note: str | None = None  # why a budget could not be met
     fallback: str | None = None  # why a prompt could not be evicted and went on with the full cache
 
     def __repr__(self) -> str:
@@ -72,6 +73,8 @@ class KVStats:
         else:
             lines.append("  kept     everything: nothing has been evicted")
         lines.append(f"  tokens/s prompt {self.prefill_tps:.1f}, decode {self.decode_tps:.1f}")
+        if self.note is not None:
+            lines.append(f"  note     {self.note}")
         if self.fallback is not None:
             lines.append(f"  fallback {self.fallback}")
         return lines
@@ -86,6 +89,6 @@ class KVStats:
             return f"kv: {self.n_tokens} tokens, nothing evicted{why}, {mib(self.bytes_now)}, {speed}"
         return (
             f"kv: {self.policy} kept {self.rows_kept / self.rows_full:.1%} of {self.n_prompt} tokens, "
-            f"{mib(self.bytes_now)} now, uncut {mib(self.bytes_full)}, "
+            f"{mib(self.bytes_now)} now ({mib(self.bytes_reserve)} room for new tokens), uncut {mib(self.bytes_full)}, "
             f"evicted in {self.score_ms + self.plan_ms + self.commit_ms:.0f} ms, {speed}"
         )

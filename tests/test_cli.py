@@ -102,3 +102,43 @@ def test_haystack_hides_each_fact_once_at_its_depth() -> None:
 def test_haystack_without_pydoc_topics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     assert sum(len(p.split()) for p in haystack.paragraphs()) > 4000
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "holds no text"),
+        (b" \n\t ", "holds no text"),
+        (b"text\0text", "NUL"),
+        ("caf\u00e9".encode("latin-1"), "not UTF-8"),
+    ],
+)
+def test_files_without_a_text(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "doc.txt"
+    file.write_bytes(content)
+    status, _, err = run(capsys, "ask", "--file", str(file), "What?")
+    assert status == 1
+    assert str(file) in err and says in err and len(err.splitlines()) == 1
+
+
+def test_an_empty_question(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "ask", "--file", __file__, "")
+    assert (status, "question is empty" in err) == (1, True)
+
+
+def test_no_arguments_print_the_help_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys)
+    assert status == 2
+    assert len(err.splitlines()) > 8 and "Commands:" in err
+
+
+def test_memory_names_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "memory", "nope")
+    assert status == 1
+    assert "Llama-3.1-8B" in err and "smollm2-135m" in err
+
+
+def test_memory_of_a_model_that_can_be_fetched(capsys: pytest.CaptureFixture[str], smol_path: Path) -> None:
+    status, out, _ = run(capsys, "memory", "smollm2-135m", "--tokens", "8192")
+    assert status == 0
+    assert "180" in out  # 30 layers x 3 heads x 64 x 2 x 2 bytes x 8192

@@ -6,6 +6,7 @@ Prompts are a few hundred tokens, so that the file stays fast; a "decode" below 
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -435,3 +436,51 @@ def test_pickle_keeps_policy_and_budget(path: str, tokens: list[int]) -> None:
     assert llm.kv_stats().bytes_full == 90 * N * 2 * 68  # 64 values of q8_0: 2 blocks of 34 bytes
     llm.close()
     twin.close()
+
+
+# ---- what a new user ran into
+
+
+@pytest.mark.parametrize("n_ctx", [300, 512])
+def test_an_answer_that_fills_the_context_is_returned(path: str, tokens: list[int], n_ctx: int) -> None:
+    plain = Llama(path, **{**COMMON, "n_ctx": n_ctx, "flash_attn": True})
+    evicting = make(path, n_ctx=n_ctx)
+    bias = {plain.token_eos(): -100.0}
+    lengths = []
+    for one in (plain, evicting):
+        done = one.create_completion(tokens, max_tokens=None, temperature=0.0, logit_bias=bias)
+        assert done["choices"][0]["finish_reason"] == "length"
+        lengths.append(done["usage"]["total_tokens"])
+        one.close()
+    assert lengths[0] == lengths[1] == 512
+
+
+@pytest.mark.parametrize("budget", [0.05, 10, "1KiB"])
+def test_a_budget_below_the_window_is_reported(path: str, tokens: list[int], budget: Any) -> None:
+    llm = make(path, budget=budget)
+    with pytest.warns(RuntimeWarning, match="window alone is kept"):
+        llm.eval(tokens)
+    stats = llm.kv_stats()
+    assert stats.rows_kept == W * 90
+    assert stats.note is not None and stats.note in repr(stats)
+    llm.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm.eval(tokens)  # once is enough
+    llm.close()
+
+
+def test_statistics_belong_to_the_last_prompt(llm: Llama, tokens: list[int]) -> None:
+    llm.eval(tokens)
+    long = llm.kv_stats().prefill_tps
+    llm.reset()
+    llm.eval(tokens[:2])
+    assert llm.kv_stats().prefill_tps != long
+    with pytest.raises(StateError, match="no prompt has been evicted"):
+        llm.kv_scores()
+
+
+@pytest.mark.parametrize("n_ctx", [-5, 1 << 31])
+def test_impossible_contexts(path: str, n_ctx: int) -> None:
+    with pytest.raises(ValueError, match="n_ctx"):
+        make(path, n_ctx=n_ctx)
