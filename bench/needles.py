@@ -29,10 +29,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from laprox_llamacpp import EvictionPolicy, Llama, _native, models
+from laprox_llamacpp.demo import chat_tokens
 from laprox_llamacpp.haystack import Fact, facts, paragraphs
+from laprox_llamacpp.policy import Budget
 
 import llama_cpp  # isort: skip
-from llama_cpp.llama_chat_format import Jinja2ChatFormatter  # isort: skip
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 TASKS = {"single": 1, "multikey": 4}  # sentences in the text
@@ -101,13 +102,8 @@ def _tokens(
     for at, sentence in places:
         parts.insert(at, sentence)
     question = f"What is the special magic number for the {hidden[0].name}? Reply with the number only."
-    content = "\n\n".join([*parts, question])
-    eos, bos = (llm._model.token_get_text(t) for t in (llm.token_eos(), llm.token_bos()))
-    chat = Jinja2ChatFormatter(llm.metadata["tokenizer.chat_template"], eos_token=eos, bos_token=bos)
-    prompt = chat(messages=[{"role": "user", "content": content}]).prompt
-    if style.open_answer:
-        prompt += f"The special magic number for the {hidden[0].name} is"
-    return llm.tokenize(prompt.encode(), add_bos=False, special=True)
+    opening = f"The special magic number for the {hidden[0].name} is" if style.open_answer else ""
+    return chat_tokens(llm, "\n\n".join([*parts, question]), opening)
 
 
 class Prefilled(Llama):
@@ -134,8 +130,8 @@ class Prefilled(Llama):
             self.n_tokens = self._n_prompt
             if i == 0:
                 _native.score(self.ctx, _native.score_params(policy))
-            kept = max(0, int(budget * self._n_prompt + 0.5) - policy.window)
-            _native.evict(self.ctx, _native.plan_params(policy, self._n_heads * kept), _native.STORE_MASK)
+            n_keep = Budget.parse(budget).n_keep(self._n_prompt, policy.window, self._n_heads, self._bytes_per_token)
+            _native.evict(self.ctx, _native.plan_params(policy, n_keep), _native.STORE_MASK)
             answers.append(self._answer())
         return answers
 

@@ -107,15 +107,21 @@ def make_prompt(llm: Llama, n_tokens: int, n_facts: int, seed: int) -> Prompt:
     """Hide `n_facts` facts and ask for them in the model's chat template. Raises ValueError if it has none."""
     facts = haystack.facts(n_facts, seed)
     text = haystack.hide(facts, n_tokens, lambda s: len(llm.tokenize(s.encode(), add_bos=False)), seed, DEPTHS)
+    question, opening = ask_for(facts)
+    tokens = chat_tokens(llm, f"{text}\n\n{question}", opening)
+    return Prompt(tokens, facts, needle_positions(llm, tokens, [f.sentence for f in facts]))
+
+
+def chat_tokens(llm: Llama, content: str, opening: str = "") -> list[int]:
+    """A user's turn in the model's chat template, and how the answer opens. Raises ValueError without a template."""
     template = llm.metadata.get("tokenizer.chat_template")
     if template is None:
         raise ValueError(f"{llm.model_path} has no chat template, expected a chat (instruct) model")
     eos, bos = (llm._model.token_get_text(t) if t >= 0 else "" for t in (llm.token_eos(), llm.token_bos()))
     formatter = chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
-    question, opening = ask_for(facts)
-    prompt = formatter(messages=[{"role": "user", "content": f"{text}\n\n{question}"}]).prompt + opening
-    tokens = llm.tokenize(prompt.encode(), add_bos=False, special=True)
-    return Prompt(tokens, facts, needle_positions(llm, tokens, [f.sentence for f in facts]))
+    prompt = formatter(messages=[{"role": "user", "content": content}]).prompt + opening
+    tokens: list[int] = llm.tokenize(prompt.encode(), add_bos=False, special=True)
+    return tokens
 
 
 def ask_for(facts: Sequence[haystack.Fact]) -> tuple[str, str]:

@@ -150,7 +150,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         n, n_ctx = self.n_tokens + len(tokens), min(self._n_ctx, len(self.input_ids))
         if n > n_ctx:
             raise ValueError(f"{n} tokens exceed the context window of {n_ctx}; raise n_ctx")
-        if not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
+        # the parent cuts, too: look for a refusal only when there is something to cut
+        if self._n_cached() > self.n_tokens and not self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1):
             raise StateError(
                 f"the evicted cache cannot be cut at token {self.n_tokens}; call reset() and evaluate anew"
             )

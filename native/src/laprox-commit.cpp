@@ -197,39 +197,18 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
     const uint32_t n_tail_new = n_prompt - n_cand_new;
     const uint32_t n_cap      = n_tail_new + params.n_reserve;
 
-    std::vector<laprox_rows> rows;
+    std::vector<uint32_t> n_rows_new;
 
-    uint64_t n_bytes_new = 0;
+    auto row0  = lay_out(n_cap, n_rows_new);
+    auto rows  = alloc_layers(true, n_rows_new);
+    auto first = take_first(); // nothing can be refused from here on
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         auto & l = layers[ikv];
 
-        l.row0.clear();
-
-        uint32_t n = 0;
-        for (const auto & head : l.kept) {
-            l.row0.push_back(n);
-            n += head.size() + n_cap;
-        }
-
-        rows.push_back(alloc_rows(ikv, l.n_embd_head_k, l.n_embd_head_v, n));
-        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
-    }
-
-    note_bytes(n_bytes_new);
-
-    // nothing can be refused from here on
-    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> first;
-    if (!per_layer) {
-        first = std::move(kv.ctxs_bufs);
-        kv.ctxs_bufs.clear();
-        kv.ctxs_bufs.resize(layers.size());
-        per_layer = true;
-    }
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const auto & l   = layers[ikv];
         const auto & old = kv.layers[ikv];
+
+        l.row0 = std::move(row0[ikv]);
 
         for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
             const size_t n_row = dst->nb[1];

@@ -137,6 +137,54 @@ laprox_rows laprox_kv::alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int6
     return res;
 }
 
+std::vector<laprox_rows> laprox_kv::alloc_layers(bool flat, const std::vector<uint32_t> & n_rows) {
+    std::vector<laprox_rows> rows;
+
+    uint64_t n_bytes_new = 0;
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        const auto & l = layers[ikv];
+
+        const int64_t n_head = flat ? 1 : l.n_head_kv;
+
+        rows.push_back(alloc_rows(ikv, l.n_embd_head_k * n_head, l.n_embd_head_v * n_head, n_rows[ikv]));
+        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
+    }
+
+    // the old rows still live
+    note_bytes(n_bytes_new);
+
+    return rows;
+}
+
+laprox_kv::row0_t laprox_kv::lay_out(uint32_t n_cap, std::vector<uint32_t> & n_rows) const {
+    row0_t row0(layers.size());
+
+    n_rows.assign(layers.size(), 0);
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        for (const auto & kept : layers[ikv].kept) {
+            row0[ikv].push_back(n_rows[ikv]);
+            n_rows[ikv] += kept.size() + n_cap;
+        }
+    }
+
+    return row0;
+}
+
+// from here on there is one buffer per layer, so that a layer's old rows go as soon as its new ones are filled
+laprox_kv::buffers_t laprox_kv::take_first() {
+    buffers_t first;
+
+    if (!per_layer) {
+        first.swap(kv.ctxs_bufs);
+        kv.ctxs_bufs.resize(layers.size());
+        per_layer = true;
+    }
+
+    return first;
+}
+
 void laprox_kv::adopt(size_t ikv, laprox_rows && rows) {
     auto & layer = kv.layers[ikv];
 
@@ -170,24 +218,8 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
 
     const uint32_t n_rows_old = n_rows();
 
-    std::vector<laprox_rows> rows;
-
-    uint64_t n_bytes_new = 0;
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        rows.push_back(alloc_rows(ikv, kv.layers[ikv].k->ne[0], kv.layers[ikv].v->ne[0], n_rows_new));
-        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
-    }
-
-    note_bytes(n_bytes_new);
-
-    // one buffer per layer from here on: a layer's old rows go as soon as its new ones are filled
-    std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>> first;
-    if (!per_layer) {
-        first = std::move(kv.ctxs_bufs);
-        kv.ctxs_bufs.clear();
-        kv.ctxs_bufs.resize(layers.size());
-    }
+    auto rows  = alloc_layers(false, std::vector<uint32_t>(layers.size(), n_rows_new));
+    auto first = take_first();
 
     const uint32_t n_copy = std::min(n_rows_old, n_rows_new);
 
@@ -202,26 +234,19 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
         adopt(ikv, std::move(rows[ikv]));
     }
 
-    per_layer = true;
-    stale     = true;
+    stale = true;
 
     first.clear();
     laprox_trim();
 }
 
 void laprox_kv::reset_full() {
-    std::vector<laprox_rows> rows;
+    auto rows = alloc_layers(false, std::vector<uint32_t>(layers.size(), n_rows_init()));
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const auto & l = layers[ikv];
-
-        rows.push_back(alloc_rows(ikv, l.n_embd_head_k * l.n_head_kv, l.n_embd_head_v * l.n_head_kv, n_rows_init()));
-
         laprox_zero_rows(rows[ikv].k, 0, n_rows_init());
         laprox_zero_rows(rows[ikv].v, 0, n_rows_init());
-    }
 
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         adopt(ikv, std::move(rows[ikv]));
     }
 
@@ -236,26 +261,10 @@ void laprox_kv::reset_full() {
 void laprox_kv::grow_tail(uint32_t n_cap_new) {
     lctx->synchronize();
 
-    std::vector<laprox_rows> rows;
+    std::vector<uint32_t> n_rows_new;
 
-    std::vector<std::vector<uint32_t>> row0_new(layers.size());
-
-    uint64_t n_bytes_new = 0;
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const auto & l = layers[ikv];
-
-        uint32_t n = 0;
-        for (const auto & kept : l.kept) {
-            row0_new[ikv].push_back(n);
-            n += kept.size() + n_cap_new;
-        }
-
-        rows.push_back(alloc_rows(ikv, l.n_embd_head_k, l.n_embd_head_v, n));
-        n_bytes_new += ggml_backend_buffer_get_size(rows[ikv].buf.get());
-    }
-
-    note_bytes(n_bytes_new);
+    auto row0_new = lay_out(n_cap_new, n_rows_new);
+    auto rows     = alloc_layers(true, n_rows_new);
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         auto & l = layers[ikv];

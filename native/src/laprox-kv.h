@@ -195,7 +195,15 @@ private:
 
     uint32_t n_rows() const; // allocated, full layout
 
-    laprox_rows alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int64_t n_rows) const; // throws on refusal
+    using row0_t    = std::vector<std::vector<uint32_t>>; // [n_layer][n_head_kv]
+    using buffers_t = std::vector<std::pair<ggml_context_ptr, ggml_backend_buffer_ptr>>;
+
+    // rows for every layer: flat, one row per head and position, or one per position; throws on refusal, changes nothing
+    std::vector<laprox_rows> alloc_layers(bool flat, const std::vector<uint32_t> & n_rows);
+
+    laprox_rows alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int64_t n_rows) const;
+    row0_t      lay_out(uint32_t n_cap, std::vector<uint32_t> & n_rows) const; // regions of kept rows and n_cap more
+    buffers_t   take_first();                                                  // the constructor's buffers, once
     void        adopt(size_t ikv, laprox_rows && rows);
 
     void grow_full(uint32_t n_rows_new);
