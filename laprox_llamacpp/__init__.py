@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from . import _lib
+from .budget import Budget
 from .errors import AllocError, ArgumentError, ComputeError, LaproxError, StateError, UnsupportedError
-from .policy import Budget, EvictionPolicy
+from .policy import EvictionPolicy
 from .stats import KVStats
 
 if TYPE_CHECKING:

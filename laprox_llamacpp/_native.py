@@ -16,9 +16,12 @@ import numpy.typing as npt
 
 from ._lib import load
 from .errors import from_status
-from .policy import EvictionPolicy, Pool
+from .parts.pool import Pool
 
-ATTENTION = {"max": 0, "l2": 1, "sum": 2}
+ATTENTION = {"max": 0, "l2": 1, "sum": 2, "last": 3, "total": 4, "none": 5}
+VALUE = {"none": 0, "l2": 1, "l1": 2, "output": 3}
+GQA = {"mean": 0, "attention": 1, "none": 2}
+ROWS = {"q": 0, "k": 1, "v": 2}
 POOL = {"none": 0, "reach": 1, "avg": 2, "max": 3}
 NORMALIZE = {"none": 0, "residual": 1, "layer_sum": 2, "zscore": 3}
 ALLOC = {"model": 0, "layer": 1, "head": 2}
@@ -34,7 +37,8 @@ class ScoreParams(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_size_t),
         ("attention", c_int32),
-        ("value_norm", c_bool),
+        ("value", c_int32),
+        ("gqa", c_int32),
         ("composed", c_bool),
     ]
 
@@ -59,6 +63,8 @@ class Shape(ctypes.Structure):
         ("n_head_kv", c_uint32),
         ("n_window", c_uint32),
         ("n_cand", c_uint32),
+        ("n_head", c_uint32),
+        ("n_score", c_uint32),
     ]
 
 
@@ -80,6 +86,7 @@ class Stats(ctypes.Structure):
         ("t_score_ms", c_double),
         ("t_plan_ms", c_double),
         ("t_commit_ms", c_double),
+        ("t_total_ms", c_double),
     ]
 
 
@@ -102,6 +109,8 @@ _enabled = _declare("laprox_enabled", c_bool, c_void_p)
 _reserve = _declare("laprox_reserve", c_int32, c_void_p, c_uint32)
 _observe = _declare("laprox_observe", c_int32, c_void_p, c_uint32)
 _score = _declare("laprox_score", c_int32, c_void_p, POINTER(ScoreParams))
+_accumulate = _declare("laprox_accumulate", c_int32, c_void_p)
+_get_accumulated = _declare("laprox_get_accumulated", c_int32, c_void_p, POINTER(c_uint32))
 _get_shape = _declare("laprox_get_shape", c_int32, c_void_p, POINTER(Shape))
 _get_layers = _declare("laprox_get_layers", c_int32, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_size_t)
 _get_scores = _declare("laprox_get_scores", c_int32, c_void_p, POINTER(c_float), c_size_t)
@@ -109,20 +118,14 @@ _get_residual = _declare("laprox_get_residual", c_int32, c_void_p, POINTER(c_flo
 _evict = _declare("laprox_evict", c_int32, c_void_p, POINTER(PlanParams), c_int32)
 _set_kept = _declare("laprox_set_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_int32)
 _get_kept = _declare("laprox_get_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_size_t)
+_get_rows = _declare(
+    "laprox_get_rows", c_int32, c_void_p, c_int32, c_uint32, POINTER(c_uint32), POINTER(c_float), c_size_t
+)
 _get_stats = _declare("laprox_get_stats", c_int32, c_void_p, POINTER(Stats))
 _set_reference_kernels = _declare("laprox_set_reference_kernels", c_int32, c_void_p, c_bool)
-_plan = _declare(
-    "laprox_plan",
-    c_int32,
-    POINTER(PlanParams),
-    c_uint32,
-    POINTER(c_uint32),
-    c_uint32,
-    POINTER(c_float),
-    POINTER(c_float),
-    POINTER(c_uint32),
-    POINTER(c_int32),
-)
+_plan_args = (POINTER(PlanParams), c_uint32, POINTER(c_uint32), c_uint32, POINTER(c_float), POINTER(c_float))
+_plan = _declare("laprox_plan", c_int32, *_plan_args, POINTER(c_uint32), POINTER(c_int32))
+_rank = _declare("laprox_rank", c_int32, *_plan_args, POINTER(c_float))
 
 
 def last_error() -> str:
@@ -155,25 +158,26 @@ def context_params(n_reserve: int | None = None) -> ContextParams:
     return params
 
 
-def score_params(policy: EvictionPolicy, composed: bool = False) -> ScoreParams:
-    """How to score; `composed` builds it from stock ops (slow cross-check)."""
+def score_params(attention: str = "max", value: str = "l2", gqa: str = "mean", composed: bool = False) -> ScoreParams:
+    """How to score (names of the header's enums); `composed` builds it from stock ops (slow cross-check)."""
     params = ScoreParams(ctypes.sizeof(ScoreParams))
     _check(_score_default_params(ctypes.byref(params)))
-    params.attention = ATTENTION[policy.attention]
-    params.value_norm = policy.value_norm
+    params.attention, params.value, params.gqa = ATTENTION[attention], VALUE[value], GQA[gqa]
     params.composed = composed
     return params
 
 
-def plan_params(policy: EvictionPolicy, n_keep: int) -> PlanParams:
-    """How to choose `n_keep` candidates (over all heads, the window excluded) from the scores."""
+def plan_params(
+    n_keep: int, pool: Pool | None = None, normalize: str = "none", alloc: str = "head", sinks: int = 0
+) -> PlanParams:
+    """How to choose `n_keep` candidates (over all heads, the window excluded) from scores."""
     params = PlanParams(ctypes.sizeof(PlanParams))
     _check(_plan_default_params(ctypes.byref(params)))
-    pool = Pool.parse(policy.pool)
+    pool = pool or Pool("none")
     params.pool, params.pool_size, params.pool_decay = POOL[pool.kind], pool.size, pool.decay
-    params.normalize = NORMALIZE[policy.normalize]
-    params.alloc = ALLOC[policy.alloc]
-    params.n_sink = policy.sinks
+    params.normalize = NORMALIZE[normalize]
+    params.alloc = ALLOC[alloc]
+    params.n_sink = sinks
     params.n_keep = n_keep
     return params
 
@@ -203,6 +207,18 @@ def score(ctx: Any, params: ScoreParams) -> None:
     _check(_score(ctx, ctypes.byref(params)))
 
 
+def accumulate(ctx: Any) -> None:
+    """Add the observed queries to the running column sums ("total")."""
+    _check(_accumulate(ctx))
+
+
+def accumulated(ctx: Any) -> int:
+    """Tokens, from the first on, whose queries the column sums hold."""
+    out = c_uint32()
+    _check(_get_accumulated(ctx, ctypes.byref(out)))
+    return out.value
+
+
 def shape(ctx: Any) -> Shape:
     """Evictable layers, their KV heads, and the size of the last scores."""
     out = Shape(struct_size=ctypes.sizeof(Shape))
@@ -219,9 +235,9 @@ def layers(ctx: Any) -> list[tuple[int, int]]:
 
 
 def scores(ctx: Any) -> npt.NDArray[np.float32]:
-    """The last raw scores, [n_head_kv over all layers, n_cand]."""
+    """The last raw scores, [n_head_kv over all layers, n_cand]; with gqa "none" a row for each query head."""
     s = shape(ctx)
-    out = np.zeros((s.n_head_kv, s.n_cand), np.float32)
+    out = np.zeros((s.n_score, s.n_cand), np.float32)
     _check(_get_scores(ctx, _ptr(out, c_float), out.size))
     return out
 
@@ -230,6 +246,22 @@ def residual(ctx: Any) -> npt.NDArray[np.float32]:
     """R_l of the last observation, [n_layer]: mean norm of the residual stream that enters the layer."""
     out = np.zeros(shape(ctx).n_layer, np.float32)
     _check(_get_residual(ctx, _ptr(out, c_float), out.size))
+    return out
+
+
+def rows_shape(ctx: Any, kind: str, layer: int) -> tuple[int, int, int]:
+    """Shape of `rows`."""
+    dims = np.zeros(3, np.uint32)
+    _check(_get_rows(ctx, ROWS[kind], layer, _ptr(dims, c_uint32), None, 0))
+    a, b, c = dims.tolist()
+    return a, b, c
+
+
+def rows(ctx: Any, kind: str, layer: int) -> npt.NDArray[np.float32]:
+    """Rows of an observed prompt in the model's basis: "q" [n_head, w, d], "k" or "v" [n_head_kv, N, d]."""
+    out = np.zeros(rows_shape(ctx, kind, layer), np.float32)
+    dims = np.zeros(3, np.uint32)
+    _check(_get_rows(ctx, ROWS[kind], layer, _ptr(dims, c_uint32), _ptr(out, c_float), out.size))
     return out
 
 
@@ -273,6 +305,27 @@ def plan(
     residual: npt.NDArray[np.float32] | None = None,
 ) -> list[npt.NDArray[np.int32]]:
     """The plan alone: kept candidate positions of each head, from `scores` [sum of n_head_kv, n_cand]."""
+    heads, raw, norm = _plan_arrays(n_head_kv, scores, residual)
+    n_kept = np.zeros(raw.shape[0], np.uint32)
+    pos = np.zeros(int(params.n_keep), np.int32)
+    _check(_plan(*_plan_call(params, heads, raw, norm), _ptr(n_kept, c_uint32), _ptr(pos, c_int32)))
+    return np.split(pos, np.cumsum(n_kept)[:-1].astype(np.intp))
+
+
+def rank(
+    params: PlanParams,
+    n_head_kv: Sequence[int],
+    scores: npt.NDArray[np.float32],
+    residual: npt.NDArray[np.float32] | None = None,
+) -> npt.NDArray[np.float32]:
+    """The first half of the plan: pooled and normalised scores, [sum of n_head_kv, n_cand]."""
+    heads, raw, norm = _plan_arrays(n_head_kv, scores, residual)
+    out: npt.NDArray[np.float32] = np.empty_like(raw)
+    _check(_rank(*_plan_call(params, heads, raw, norm), _ptr(out, c_float)))
+    return out
+
+
+def _plan_arrays(n_head_kv: Sequence[int], scores: Any, residual: Any) -> tuple[Any, Any, Any]:
     heads = np.asarray(n_head_kv, np.uint32)
     raw = np.ascontiguousarray(scores, np.float32)
     if raw.ndim != 2 or raw.shape[0] != int(heads.sum()):
@@ -280,18 +333,15 @@ def plan(
     norm = None if residual is None else np.ascontiguousarray(residual, np.float32)
     if norm is not None and norm.shape != heads.shape:
         raise ValueError(f"residual has shape {norm.shape}, expected [{heads.size}]")
-    n_kept = np.zeros(raw.shape[0], np.uint32)
-    pos = np.zeros(int(params.n_keep), np.int32)
-    _check(
-        _plan(
-            ctypes.byref(params),
-            heads.size,
-            _ptr(heads, c_uint32),
-            raw.shape[1],
-            _ptr(raw, c_float),
-            None if norm is None else _ptr(norm, c_float),
-            _ptr(n_kept, c_uint32),
-            _ptr(pos, c_int32),
-        )
+    return heads, raw, norm
+
+
+def _plan_call(params: PlanParams, heads: Any, raw: Any, norm: Any) -> tuple[Any, ...]:
+    return (
+        ctypes.byref(params),
+        heads.size,
+        _ptr(heads, c_uint32),
+        raw.shape[1],
+        _ptr(raw, c_float),
+        None if norm is None else _ptr(norm, c_float),
     )
-    return np.split(pos, np.cumsum(n_kept)[:-1].astype(np.intp))

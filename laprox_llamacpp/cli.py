@@ -10,9 +10,10 @@ from typing import Any
 import click
 
 from . import __version__
+from .budget import Budget
 from .errors import LaproxError
 from .models import ModelError
-from .policy import Budget, EvictionPolicy
+from .policy import EvictionPolicy
 
 MAX_ANSWER = 256
 PROG = "laprox-llamacpp"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -14,8 +15,10 @@ import numpy.typing as npt
 from . import _native, gguf_check
 from ._types import NAMES, kv_row_bytes, to_ggml_type
 from ._util import Clock, Closed
-from .errors import AllocError, StateError, UnsupportedError
-from .policy import Budget, EvictionPolicy
+from .budget import Budget
+from .errors import StateError, UnsupportedError
+from .observed import ObservedPrompt
+from .policy import EvictionPolicy
 from .stats import KVStats
 
 # after _native: that import points llama_cpp at our libraries
@@ -73,6 +76,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
         self._fallback: str | None = None
         self._note: str | None = None
+        self._prompt: ObservedPrompt | None = None
+        self._plan_ms = 0.0
         self._prefill = Clock()
         self._decode = Clock()
         model_path = os.fspath(model_path)
@@ -82,6 +87,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self._init_parent(model_path, kwargs)
             return
         _refuse(kwargs)
+        self._policy.check_model(model_path)
         self._adapt(self._policy, kwargs)
         _native.set_next(_native.context_params())
         try:
@@ -187,8 +193,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def _eval_prompt(self, policy: EvictionPolicy, tokens: Sequence[int]) -> None:
         w = policy.window
         again = w - len(tokens)
-        if again > 0:  # the window reaches back into the cache: decode that part again, so that it is observed
-            if not self._can_cut(self.n_tokens - again):
+        if policy.all_queries and (again > 0 or _native.accumulated(self.ctx) != self.n_tokens):
+            again = self.n_tokens  # some were decoded one at a time: all sums from the start
+        if again > 0:  # what has to be observed reaches back into the cache: decode that part again
+            if again < self.n_tokens and not self._can_cut(self.n_tokens - again):
                 self._fall_back(f"the last {w} tokens cannot be observed again, the sliding window has passed them")
                 self._decode_now(tokens)
                 return
@@ -201,11 +209,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         with self._prefill.time(len(tokens)):
             _native.reserve(self.ctx, len(tokens))
             self._eval_prefix(tokens[:-w])
-            _native.observe(self.ctx, w)
-            try:
-                self._decode_now(tokens[-w:])
-            finally:
-                _native.observe(self.ctx, 0)
+            self._observe(tokens[-w:])
+            if policy.all_queries:
+                _native.accumulate(self.ctx)
             self._evict(policy, n_prompt)
 
     def _check_budget(self, policy: EvictionPolicy, n_prompt: int) -> None:
@@ -229,20 +235,43 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         step = max(_STEP, min(self.n_batch, self.context_params.n_ubatch) // _STEP * _STEP)
         whole = len(tokens) // _STEP * _STEP
         for start in range(0, whole, step):
-            super().eval(tokens[start : min(start + step, whole)])
+            self._eval_step(tokens[start : min(start + step, whole)])
         if whole < len(tokens):
-            super().eval(tokens[whole:])
+            self._eval_step(tokens[whole:])
+
+    def _eval_step(self, tokens: Sequence[int]) -> None:
+        """One ubatch of a prompt; observed when the policy asks for the sums over all queries."""
+        if self._policy is not None and self._policy.all_queries:
+            self._observe(tokens)
+            _native.accumulate(self.ctx)
+        else:
+            super().eval(tokens)
+
+    def _observe(self, tokens: Sequence[int]) -> None:
+        _native.observe(self.ctx, len(tokens))
+        try:
+            self._decode_now(tokens)
+        finally:
+            _native.observe(self.ctx, 0)
 
     def _evict(self, policy: EvictionPolicy, n_prompt: int) -> None:
         """Score the prompt of `n_prompt` tokens just observed, and keep what the budget allows."""
-        n_keep = self._budget.n_keep(n_prompt, policy.window, self._n_heads, self._bytes_per_token)
+        k = self._budget.kept(n_prompt, policy.window, self._bytes_per_token)
+        start = time.perf_counter()
         try:
-            _native.score(self.ctx, _native.score_params(policy))
-            _native.evict(self.ctx, _native.plan_params(policy, n_keep), self._store)
-        except AllocError as e:
-            self._fall_back(str(e))
+            self._prompt = ObservedPrompt(self.ctx, n_prompt, policy.window, self.model_path, self._pieces)
+            kept = policy.keep(self._prompt, k)
+            self._plan_ms = 1000 * (time.perf_counter() - start - self._prompt.scoring_s)
+            if kept is not None:
+                _native.set_kept(self.ctx, kept, self._store)
+        except MemoryError as e:
+            self._fall_back(str(e) or "no memory for the scores")
         else:
             self._fallback = None
+
+    def _pieces(self) -> list[bytes]:
+        """The text of each cached token."""
+        return [self._model.token_to_piece(int(t), special=True) for t in self._input_ids]
 
     def _fall_back(self, why: str) -> None:
         """Go on with the full cache: say so once, and in the statistics."""
@@ -316,8 +345,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             bytes_reserve=reserve,
             n_grown=s.n_grown,
             gram_ms=s.t_gram_ms,
-            score_ms=s.t_score_ms,
-            plan_ms=s.t_plan_ms,
+            score_ms=0.0 if self._prompt is None else self._prompt.score_ms,
+            plan_ms=self._plan_ms,
+            all_queries_ms=s.t_total_ms,
             commit_ms=s.t_commit_ms,
             prefill_tps=self._prefill.rate(),
             decode_tps=self._decode.rate(),
@@ -338,15 +368,18 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         return {key: np.concatenate([pos, tail]) for key, pos in zip(self._heads(), _native.kept(self.ctx))}
 
     def kv_scores(self) -> dict[int, npt.NDArray[np.float32]]:
-        """Raw scores of the last eviction, {model layer: [n_head_kv, n_cand]}, n_cand = N - w.
+        """Scores of the last eviction before pooling, {model layer: [n_head_kv, n_cand]}, n_cand = N - w.
 
-        Raises StateError when eviction is off or nothing was scored since the cache was cleared.
+        Raises StateError when eviction is off, nothing has been evicted since the cache was cleared, or the method
+        chooses without scores.
         """
         self._need_eviction("kv_scores")
-        if _native.shape(self.ctx).n_window == 0:
+        if self._prompt is None or not _native.stats(self.ctx).evicted:
             raise StateError("no prompt has been evicted since the cache was cleared, so there are no scores to show")
+        if self._prompt.raw is None:
+            raise StateError(f"{self._policy} chooses without scores")
         ends = np.cumsum([n for _, n in self._layers])[:-1]
-        return {il: s for (il, _), s in zip(self._layers, np.split(_native.scores(self.ctx), ends))}
+        return {il: s for (il, _), s in zip(self._layers, np.split(self._prompt.raw, ends))}
 
     def _need_eviction(self, what: str) -> None:
         if self._policy is None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .policy import Budget
+from .budget import Budget
 
 # elements and bytes of a block of ggml's cache types
 CACHE_TYPES: dict[str, tuple[int, int]] = {

@@ -37,8 +37,9 @@ class KVStats:
     bytes_reserve: int = 0  # part of bytes_now that waits for new tokens
     n_grown: int = 0  # times that this reserve was grown
     gram_ms: float = 0.0  # Gram matrices of W_O, once per context
+    all_queries_ms: float = 0.0  # attention sums over every prompt query, for the methods that need them
     score_ms: float = 0.0
-    plan_ms: float = 0.0
+    plan_ms: float = 0.0  # pooling, allocation, selection
     commit_ms: float = 0.0
     prefill_tps: float = 0.0  # tokens per second of the last prompt, scoring included
     decode_tps: float = 0.0  # tokens per second, one at a time, since that prompt
@@ -68,7 +69,8 @@ class KVStats:
                 f"per head min {per_head.min()} mean {per_head.mean():.0f} max {per_head.max()}",
                 f"  layers   {len(self.layers)} evicted, {self.n_layers_untouched} untouched",
                 f"  ms       score {self.score_ms:.1f}, plan {self.plan_ms:.1f}, move {self.commit_ms:.1f}, "
-                f"gram (once) {self.gram_ms:.1f}",
+                f"gram (once) {self.gram_ms:.1f}"
+                + (f", every prompt query {self.all_queries_ms:.1f}" if self.all_queries_ms else ""),
             ]
         else:
             lines.append("  kept     everything: nothing has been evicted")
@@ -90,5 +92,5 @@ class KVStats:
         return (
             f"kv: {self.policy} kept {self.rows_kept / self.rows_full:.1%} of {self.n_prompt} tokens, "
             f"{mib(self.bytes_now)} now ({mib(self.bytes_reserve)} room for new tokens), uncut {mib(self.bytes_full)}, "
-            f"evicted in {self.score_ms + self.plan_ms + self.commit_ms:.0f} ms, {speed}"
+            f"evicted in {self.all_queries_ms + self.score_ms + self.plan_ms + self.commit_ms:.0f} ms, {speed}"
         )

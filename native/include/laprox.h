@@ -8,7 +8,7 @@
 //     laprox_observe(ctx, w);                    // the next llama_decode is the observation window
 //     llama_decode(ctx, tokens[N-w .. N));       // exactly w tokens, one ubatch: its queries are captured
 //     laprox_score(ctx, &score);                 // raw scores from those queries and the cache; may be repeated
-//     laprox_evict(ctx, &plan, LAPROX_STORE_RAGGED);
+//     laprox_evict(ctx, &plan, LAPROX_STORE_RAGGED); // or laprox_set_kept(): a kept set made elsewhere
 //     llama_decode(ctx, next token);             // attends to the kept rows and to everything decoded since
 //
 // (*) CPU kernels round differently for different numbers of tokens. Where every ubatch but the last is a multiple of 64
@@ -32,7 +32,7 @@ extern "C" {
 #endif
 
 // raised when a function or the meaning of a field changes; new fields at the end of a struct do not raise it
-#define LAPROX_ABI_VERSION 1
+#define LAPROX_ABI_VERSION 2
 
 enum laprox_status {
     LAPROX_OK            = 0,
@@ -44,11 +44,30 @@ enum laprox_status {
     LAPROX_E_COMPUTE     = -6, // a backend failed to compute a graph
 };
 
-// column statistic of the attention of the w window queries, a_h(i)
+// statistic of a column of the attention, a_h(i); A_h: [w, N], the w window queries
 enum laprox_attention {
-    LAPROX_ATTENTION_MAX = 0, // max_t A_h[t, i]              (default)
-    LAPROX_ATTENTION_L2  = 1, // sqrt(sum_t A_h[t, i]^2)      (LaProx, Algorithm 1)
-    LAPROX_ATTENTION_SUM = 2, // sum_t A_h[t, i]              (SnapKV)
+    LAPROX_ATTENTION_MAX   = 0, // max_t A_h[t, i]              (default)
+    LAPROX_ATTENTION_L2    = 1, // sqrt(sum_t A_h[t, i]^2)      (LaProx, Algorithm 1)
+    LAPROX_ATTENTION_SUM   = 2, // sum_t A_h[t, i]              (SnapKV)
+    LAPROX_ATTENTION_LAST  = 3, // A_h[w-1, i]                  (TOVA)
+    LAPROX_ATTENTION_TOTAL = 4, // sum over every accumulated query, group mean; value none only (H2O)
+    LAPROX_ATTENTION_NONE  = 5, // 1: the value factor alone
+};
+
+// what the attention is multiplied by, n_h(i)
+enum laprox_value {
+    LAPROX_VALUE_NONE   = 0, // 1
+    LAPROX_VALUE_L2     = 1, // ||v_i W_O^h||_2                 (default; LaProx, Algorithm 1)
+    LAPROX_VALUE_L1     = 2, // ||v_i W_O^h||_1                 (CriticalKV)
+    LAPROX_VALUE_OUTPUT = 3, // no product: ||sum_h a_h(i) v_i W_O^h||_2 over the layer's query heads, signed; one score
+                             // for all heads of the layer
+};
+
+// how the query heads of a KV head become one score
+enum laprox_gqa {
+    LAPROX_GQA_MEAN      = 0, // mean_h(a_h * n_h)              (default)
+    LAPROX_GQA_ATTENTION = 1, // the statistic of mean_h(A_h), times mean_h(n_h)
+    LAPROX_GQA_NONE      = 2, // not at all: scores per query head, to look at; they cannot be evicted by
 };
 
 enum laprox_pool {
@@ -89,7 +108,8 @@ struct laprox_context_params {
 struct laprox_score_params {
     size_t  struct_size;
     int32_t attention;    // enum laprox_attention
-    bool    value_norm;   // multiply by ||v W_O^h||_2, true
+    int32_t value;        // enum laprox_value
+    int32_t gqa;          // enum laprox_gqa
     bool    composed;     // build the score from stock ops instead of the fused op (cross-check, more memory), false
 };
 
@@ -112,6 +132,8 @@ struct laprox_shape {
     uint32_t n_head_kv;   // KV heads over all evictable layers
     uint32_t n_window;    // w of the last scores, 0: none
     uint32_t n_cand;      // candidate positions of the last scores, N - w
+    uint32_t n_head;      // query heads over all evictable layers
+    uint32_t n_score;     // rows of the last scores: n_head_kv, or n_head with LAPROX_GQA_NONE
 };
 
 struct laprox_stats {
@@ -131,6 +153,7 @@ struct laprox_stats {
     double   t_score_ms;     // the last laprox_score, Gram matrices excluded
     double   t_plan_ms;
     double   t_commit_ms;
+    double   t_total_ms;     // laprox_accumulate, since the cache was cleared
 };
 
 LLAMA_API uint32_t     laprox_abi_version(void);
@@ -160,6 +183,14 @@ LLAMA_API int32_t laprox_reserve(struct llama_context * ctx, uint32_t n_tokens);
 // The next llama_decode is the observation window: one ubatch of exactly n_window tokens. 0 cancels.
 LLAMA_API int32_t laprox_observe(struct llama_context * ctx, uint32_t n_window);
 
+// Add the observed queries to the running column sums of every position (LAPROX_ATTENTION_TOTAL): to be called after
+// each observed llama_decode, from the first token on, so that every query of the prompt counts once. The sums are made
+// in blocks of 64 queries: the same, to the bit, for every n_ubatch that keeps to (*).
+LLAMA_API int32_t laprox_accumulate(struct llama_context * ctx);
+
+// tokens, from the first on, whose queries the column sums hold; removing one of them from the cache drops the sums
+LLAMA_API int32_t laprox_get_accumulated(struct llama_context * ctx, uint32_t * n_tokens);
+
 // Raw scores of every cached position for the observed queries. The cache stays as it is: score once or several times
 // (each call replaces the last scores), then evict.
 LLAMA_API int32_t laprox_score(struct llama_context * ctx, const struct laprox_score_params * params);
@@ -170,11 +201,23 @@ LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_sha
 // model layer and number of KV heads of each evictable layer, [n_layer]
 LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
 
-// the last raw scores, [n_head_kv][n_cand]; they stay until the next laprox_score or laprox_observe, or a cleared cache
+// the last raw scores, [n_score][n_cand]; they stay until the next laprox_score or laprox_observe, or a cleared cache
 LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
 
 // R_l of the last observation, [n_layer]
 LLAMA_API int32_t laprox_get_residual(struct llama_context * ctx, float * residual, size_t n_layer);
+
+// What an observed prompt is made of, for scores of one's own: rows of the evictable layer with index ikv as F32, in the
+// model's basis (a quantised cache holds rotated rows), by position. The cache must not be evicted yet.
+//   LAPROX_ROWS_Q: [n_head][w][n_embd_head_k]   LAPROX_ROWS_K: [n_head_kv][N][n_embd_head_k]   LAPROX_ROWS_V: likewise
+enum laprox_rows_kind {
+    LAPROX_ROWS_Q = 0,
+    LAPROX_ROWS_K = 1,
+    LAPROX_ROWS_V = 2,
+};
+
+// dims: [3], as above; dst may be NULL to ask for them, else n is their product
+LLAMA_API int32_t laprox_get_rows(struct llama_context * ctx, int32_t kind, uint32_t ikv, uint32_t * dims, float * dst, size_t n);
 
 // plan and commit; store: enum laprox_store
 LLAMA_API int32_t laprox_evict(struct llama_context * ctx, const struct laprox_plan_params * params, int32_t store);
@@ -205,6 +248,16 @@ LLAMA_API int32_t laprox_plan(
         const float *                     residual,
         uint32_t *                        n_kept,
         llama_pos *                       pos);
+
+// the first half of the plan: pooled and normalised scores, out [sum of n_head_kv][n_cand]; out may be scores
+LLAMA_API int32_t laprox_rank(
+        const struct laprox_plan_params * params,
+        uint32_t                          n_layer,
+        const uint32_t *                  n_head_kv,
+        uint32_t                          n_cand,
+        const float *                     scores,
+        const float *                     residual,
+        float *                           out);
 
 #ifdef __cplusplus
 }

@@ -179,6 +179,8 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
         ctx_obs.reset();
         buf_mask.reset();
         ctx_mask.reset();
+        totals  = {};
+        n_total = 0;
 
         laprox_trim();
     }

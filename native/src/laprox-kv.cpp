@@ -77,6 +77,15 @@ uint64_t laprox_kv::n_head_kv_total() const {
     return n;
 }
 
+uint64_t laprox_kv::n_head_total() const {
+    uint64_t n = 0;
+    for (const auto & layer : layers) {
+        n += layer.n_head;
+    }
+
+    return n;
+}
+
 uint64_t laprox_kv::n_bytes_row() const {
     uint64_t n = 0;
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
@@ -332,6 +341,10 @@ void laprox_kv::clear() {
     scored   = false;
     scores   = {};
     residual = {};
+    totals   = {};
+    n_total  = 0;
+
+    stats.t_total_ms = 0.0;
 
     tail.clear();
     n_append   = 0;
@@ -376,6 +389,11 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         clear();
 
         return true;
+    }
+
+    if (p1 > p0 && p0 < (llama_pos) n_total) {
+        n_total = 0; // sums of queries that are gone
+        totals  = {};
     }
 
     if (!evicted()) {

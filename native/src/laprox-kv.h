@@ -6,6 +6,7 @@
 
 #include "ggml-cpp.h"
 
+#include <array>
 #include <exception>
 #include <memory>
 #include <string>
@@ -135,7 +136,12 @@ public:
 
     void reserve(uint32_t n_tokens);
     void observe(uint32_t n_window);
-    void score(const laprox_score_params & params);              // laprox-observe.cpp
+    void score(const laprox_score_params & params); // laprox-observe.cpp
+    void accumulate();
+
+    std::array<uint32_t, 3> rows_shape(int32_t kind, uint32_t ikv) const; // laprox-rows.cpp
+    void                    get_rows(int32_t kind, uint32_t ikv, float * dst) const;
+
     void commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store);
 
     //
@@ -154,15 +160,19 @@ public:
     std::vector<laprox_layer> layers; // as in the KV cache
 
     // last scores
-    std::vector<float> scores;        // [n_head_kv_total][n_cand]
+    std::vector<float> scores;        // [n_head_kv_total or n_head_total][n_cand]
     std::vector<float> residual;      // [n_layer]
     uint32_t           n_window = 0;  // of the observation
     uint32_t           n_prompt = 0;  // tokens cached when the window had been decoded, 0: nothing observed
     bool               scored   = false;
 
+    uint32_t n_total = 0; // tokens, from the first on, whose queries are in the column sums
+
     laprox_stats stats = {};
 
     uint64_t n_head_kv_total() const;
+    uint64_t n_head_total() const;
+    uint64_t n_score() const { return scored_heads ? n_head_total() : n_head_kv_total(); } // rows of scores
     uint64_t n_bytes_row() const; // one position in all heads and layers, K and V
     uint64_t n_bytes_now() const;
     uint64_t n_bytes_other() const;
@@ -173,6 +183,10 @@ private:
     bool observing = false;  // the next decode is the window
     bool observed  = false;  // the last decode was
     bool stale     = false;  // graphs built so far must not be reused
+    bool scored_heads = false; // the scores are per query head
+
+    std::vector<double> totals; // [n_head_kv_total][kv_size] column sums, empty: none
+
     bool released  = false;  // a cleared cache could not get its small prompt buffer yet
 
     uint32_t n_cand     = 0; // positions before the tail at the eviction
@@ -225,7 +239,30 @@ private:
             ggml_tensor *             kq_mask,
             float                     kq_scale) const;
 
-    void build_gram(laprox_layer & layer);                       // laprox-observe.cpp
+    // scoring (laprox-observe.cpp): the observed queries t0 .. t0+n_q over the first n_kv cells
+    struct score_run {
+        uint32_t               t0;
+        uint32_t               n_q;
+        int64_t                n_kv;
+        ggml_tensor *          mask; // [n_kv, n_q]
+        ggml_laprox_score_stat stat;
+        int32_t                gqa;  // enum laprox_gqa
+        bool                   value_norm;
+        bool                   composed;
+    };
+
+    std::vector<float> run_score(size_t ikv, const score_run & run);                                                           // [n_head_kv or n_head][n_kv]
+    std::vector<float> score_layer(size_t ikv, const laprox_score_params & params, const score_run & run); // likewise
+
+    void compute(ggml_cgraph * gf);
+
+    // the value factor (laprox-value.cpp)
+    void               build_gram(laprox_layer & layer);
+    std::vector<float> value_norm(size_t ikv, int32_t value, int64_t n_kv);                         // [n_head][n_kv]
+    std::vector<float> output_norm(size_t ikv, const std::vector<float> & attention, int64_t n_kv); // [n_kv]
+
+    template<typename F>
+    void for_w_o(const laprox_layer & layer, int64_t n_step, F && use);
 };
 
 // an error of the C interface: a status and one line of text
@@ -251,6 +288,9 @@ int      laprox_before_decode(llama_context & lctx, uint32_t n_tokens);
 uint32_t laprox_extra_nodes(const llama_context & lctx);
 
 void laprox_set_next_params(const laprox_context_params * params); // of this thread
+
+ggml_context_ptr        laprox_ctx(size_t n_tensors, size_t n_graph = 0);  // for tensors without data
+ggml_backend_buffer_ptr laprox_alloc(ggml_context * ctx, const char * what); // host memory for all of them
 
 void laprox_trim(); // give freed memory back to the system
 

@@ -68,11 +68,9 @@ static std::string check_args(
         const uint32_t *           n_head_kv,
         uint32_t                   n_cand,
         const float *              scores,
-        const float *              residual,
-        const uint32_t *           n_kept,
-        const llama_pos *          pos) {
-    if (n_layer == 0 || n_head_kv == nullptr || n_kept == nullptr) {
-        return "plan: no layers, expected n_layer >= 1 with n_head_kv and n_kept set";
+        const float *              residual) {
+    if (n_layer == 0 || n_head_kv == nullptr) {
+        return "plan: no layers, expected n_layer >= 1 with n_head_kv set";
     }
 
     uint64_t n_head = 0;
@@ -90,8 +88,8 @@ static std::string check_args(
         return format("plan: n_keep is %" PRIu64 ", expected at most %" PRIu64 " (%" PRIu64 " heads of %" PRIu32 " candidates)",
                 params.n_keep, n_head * n_cand, n_head, n_cand);
     }
-    if ((n_cand > 0 && scores == nullptr) || (params.n_keep > 0 && pos == nullptr)) {
-        return "plan: scores or pos is NULL, expected arrays of n_head*n_cand and n_keep elements";
+    if (n_cand > 0 && scores == nullptr) {
+        return "plan: scores is NULL, expected an array of n_head*n_cand elements";
     }
     if (std::min(params.n_sink, n_cand) > MAX_SINK) {
         return format("plan: n_sink is %" PRIu32 ", expected at most %" PRIu32, params.n_sink, MAX_SINK);
@@ -285,6 +283,27 @@ static std::string normalize_layer(
     return "";
 }
 
+// pooled and normalised scores of one layer, x and out [n_head][n_cand], not the same
+static std::string rank_layer(
+        const laprox_plan_params & params,
+        uint32_t                   il,
+        const float *              x,
+        float *                    out,
+        uint32_t                   n_head,
+        uint32_t                   n_cand,
+        const float *              residual,
+        std::vector<float> &       scratch) {
+    for (size_t i = 0; i < (size_t) n_head * n_cand; i += n_cand) {
+        if (!all_finite(x + i, n_cand)) {
+            return format("plan: scores of layer %" PRIu32 ", KV head %" PRIu32 " hold NaN or infinity, expected finite values",
+                    il, (uint32_t) (i / n_cand));
+        }
+        pool_head(params, x + i, out + i, n_cand, scratch);
+    }
+
+    return normalize_layer(params, il, out, n_head, n_cand, residual);
+}
+
 //
 // allocate and select
 //
@@ -407,6 +426,58 @@ static llama_pos * select_unit(const plan_unit & unit, const uint32_t * keys, ui
     return pos;
 }
 
+// work(), or why there was no memory for it
+template<typename F>
+static laprox_status guard_alloc(uint32_t n_head, uint32_t n_cand, std::string & error, F && work) {
+    try {
+        return work();
+    } catch (const std::bad_alloc &) {
+    } catch (const std::length_error &) {
+    }
+
+    error = format("plan: no memory for %" PRIu32 " heads of %" PRIu32 " scores, expected 4 bytes each", n_head, n_cand);
+
+    return LAPROX_E_ALLOC;
+}
+
+laprox_status laprox_rank_impl(
+        const laprox_plan_params & params,
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        float *                    out,
+        std::string &              error) {
+    error = check_args(params, n_layer, n_head_kv, n_cand, scores, residual);
+    if (error.empty() && n_cand > 0 && out == nullptr) {
+        error = "plan: out is NULL, expected an array of n_head*n_cand elements";
+    }
+    if (!error.empty()) {
+        return LAPROX_E_ARG;
+    }
+
+    const size_t n_head = std::accumulate(n_head_kv, n_head_kv + n_layer, (size_t) 0);
+
+    return guard_alloc((uint32_t) n_head, n_cand, error, [&] {
+        std::vector<float> res(n_head * n_cand); // out may be scores, and stays as it is on failure
+        std::vector<float> scratch;
+
+        size_t offs = 0;
+        for (uint32_t il = 0; il < n_layer && n_cand > 0; ++il) {
+            error = rank_layer(params, il, scores + offs, res.data() + offs, n_head_kv[il], n_cand, residual, scratch);
+            if (!error.empty()) {
+                return LAPROX_E_ARG;
+            }
+            offs += (size_t) n_head_kv[il] * n_cand;
+        }
+
+        std::copy(res.begin(), res.end(), out);
+
+        return LAPROX_OK;
+    });
+}
+
 laprox_status laprox_plan_impl(
         const laprox_plan_params & params,
         uint32_t                   n_layer,
@@ -417,39 +488,31 @@ laprox_status laprox_plan_impl(
         uint32_t *                 n_kept,
         llama_pos *                pos,
         std::string &              error) {
-    error = check_args(params, n_layer, n_head_kv, n_cand, scores, residual, n_kept, pos);
+    error = check_args(params, n_layer, n_head_kv, n_cand, scores, residual);
+    if (error.empty() && (n_kept == nullptr || (params.n_keep > 0 && pos == nullptr))) {
+        error = "plan: n_kept or pos is NULL, expected arrays of n_head and n_keep elements";
+    }
     if (!error.empty()) {
         return LAPROX_E_ARG;
     }
 
     const uint32_t n_head = std::accumulate(n_head_kv, n_head_kv + n_layer, (uint32_t) 0);
 
-    try {
+    return guard_alloc(n_head, n_cand, error, [&] {
         std::vector<uint32_t> keys((size_t) n_head * n_cand); // [n_head][n_cand]
         std::vector<float>    layer;                        // [n_head_kv[il]][n_cand]
         std::vector<float>    scratch;
 
-        uint32_t h0 = 0;
+        size_t offs = 0;
         for (uint32_t il = 0; il < n_layer && n_cand > 0; ++il) {
-            const float * x = scores + (size_t) h0 * n_cand;
-
             layer.resize((size_t) n_head_kv[il] * n_cand);
 
-            for (size_t i = 0; i < layer.size(); i += n_cand) {
-                if (!all_finite(x + i, n_cand)) {
-                    error = format("plan: scores of layer %" PRIu32 ", KV head %" PRIu32 " hold NaN or infinity, expected finite values",
-                            il, (uint32_t) (i / n_cand));
-                    return LAPROX_E_ARG;
-                }
-                pool_head(params, x + i, layer.data() + i, n_cand, scratch);
-            }
-
-            error = normalize_layer(params, il, layer.data(), n_head_kv[il], n_cand, residual);
+            error = rank_layer(params, il, scores + offs, layer.data(), n_head_kv[il], n_cand, residual, scratch);
             if (!error.empty()) {
                 return LAPROX_E_ARG;
             }
 
-            uint32_t * key = keys.data() + (size_t) h0 * n_cand;
+            uint32_t * key = keys.data() + offs;
             for (size_t i = 0; i < layer.size(); ++i) {
                 key[i] = score_key(layer[i]);
             }
@@ -462,7 +525,7 @@ laprox_status laprox_plan_impl(
                 }
             }
 
-            h0 += n_head_kv[il];
+            offs += layer.size();
         }
 
         const std::vector<plan_unit> units = plan_units(params.alloc, params.n_keep, n_layer, n_head_kv, n_head);
@@ -471,13 +534,7 @@ laprox_status laprox_plan_impl(
         for (const plan_unit & unit : units) {
             pos = select_unit(unit, keys.data(), n_cand, n_kept, pos);
         }
-    } catch (const std::bad_alloc &) {
-        error = format("plan: no memory for %" PRIu32 " heads of %" PRIu32 " scores, expected 4 bytes each", n_head, n_cand);
-        return LAPROX_E_ALLOC;
-    } catch (const std::length_error &) {
-        error = format("plan: no memory for %" PRIu32 " heads of %" PRIu32 " scores, expected 4 bytes each", n_head, n_cand);
-        return LAPROX_E_ALLOC;
-    }
 
-    return LAPROX_OK;
+        return LAPROX_OK;
+    });
 }

@@ -20,3 +20,14 @@ laprox_status laprox_plan_impl(
         uint32_t *                 n_kept,    // [n_head]
         llama_pos *                pos,       // [params.n_keep], ascending in each head, head after head
         std::string &              error);
+
+// Same for laprox_rank(): out [n_head][n_cand], which may be scores.
+laprox_status laprox_rank_impl(
+        const laprox_plan_params & params,
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        float *                    out,
+        std::string &              error);

@@ -19,7 +19,8 @@ ggml_tensor * laprox_build_score_composed(
         ggml_tensor *          gram,
         float                  scale,
         float                  logit_softcap,
-        ggml_laprox_score_stat stat) {
+        ggml_laprox_score_stat stat,
+        ggml_laprox_score_gqa  gqa) {
     const int64_t w         = q->ne[1];
     const int64_t n_head    = q->ne[2];
     const int64_t n_kv      = k->ne[1];
@@ -46,7 +47,16 @@ ggml_tensor * laprox_build_score_composed(
     ggml_tensor * attn = ggml_soft_max_ext(ctx, kq, soft, scale, 0.0f);
     attn               = ggml_mul(ctx, attn, seen);
 
-    // column statistic [n_kv, 1, n_head]: pooling over the queries, their mean times w where a sum is asked for
+    if (gqa == GGML_LAPROX_SCORE_GQA_ATTENTION) {
+        // mean over the group, then as for one query head
+        attn = ggml_reshape_3d(ctx, attn, n_kv * w, n_gqa, n_head_kv);
+        attn = ggml_sum_rows(ctx, ggml_cont(ctx, ggml_permute(ctx, attn, 1, 0, 2, 3)));
+        attn = ggml_reshape_3d(ctx, ggml_scale(ctx, attn, 1.0f / n_gqa), n_kv, w, n_head_kv);
+    }
+
+    const int64_t n_attn = attn->ne[2] / n_head_kv;
+
+    // column statistic [n_kv, 1, n_attn*n_head_kv]: pooling over the queries, their mean times w where a sum is asked for
     switch (stat) {
         case GGML_LAPROX_SCORE_MAX:
             attn = ggml_pool_2d(ctx, attn, GGML_OP_POOL_MAX, 1, w, 1, w, 0, 0);
@@ -61,31 +71,42 @@ ggml_tensor * laprox_build_score_composed(
             break;
     }
 
-    // [n_gqa, n_kv, n_head_kv]
-    ggml_tensor * score = ggml_reshape_3d(ctx, attn, n_kv, n_gqa, n_head_kv);
+    // [n_attn, n_kv, n_head_kv]
+    ggml_tensor * score = ggml_reshape_3d(ctx, attn, n_kv, n_attn, n_head_kv);
     score               = ggml_cont(ctx, ggml_permute(ctx, score, 1, 0, 2, 3));
 
     if (gram) {
-        const int64_t d_v = v->ne[0];
+        // the operand that repeats comes second
+        ggml_tensor * norm = laprox_build_value_norm(ctx, v, gram);
 
-        ggml_tensor * vf = ggml_cast(ctx, v, GGML_TYPE_F32);
-
-        // v^T G_h of the query heads of one KV head side by side [d_v*n_gqa, n_kv, n_head_kv]
-        ggml_tensor * vg = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, ggml_cont(ctx, gram), d_v, d_v * n_gqa, n_head_kv), vf);
-        ggml_prec_set_acc(vg, GGML_PREC_F32);
-
-        vg = ggml_reshape_4d(ctx, vg, d_v, n_gqa, n_kv, n_head_kv);
-        vg = ggml_mul(ctx, vg, ggml_reshape_4d(ctx, vf, d_v, 1, n_kv, n_head_kv));
-        vg = ggml_sum_rows(ctx, vg);
-
-        // rounding may leave a null vector of G slightly below 0
-        vg = ggml_sqrt(ctx, ggml_relu(ctx, vg));
-
-        score = ggml_mul(ctx, score, ggml_reshape_3d(ctx, vg, n_gqa, n_kv, n_head_kv));
+        score = ggml_mul(ctx, norm, score);
     }
 
+    // mean over what is left of the group
+    const float n_mean = score->ne[0];
+
     score = ggml_sum_rows(ctx, score);
-    score = ggml_scale(ctx, score, 1.0f / n_gqa);
+    score = ggml_scale(ctx, score, 1.0f / n_mean);
 
     return ggml_reshape_2d(ctx, score, n_kv, n_head_kv);
+}
+
+ggml_tensor * laprox_build_value_norm(ggml_context * ctx, ggml_tensor * v, ggml_tensor * gram) {
+    const int64_t d_v       = v->ne[0];
+    const int64_t n_kv      = v->ne[1];
+    const int64_t n_head_kv = v->ne[2];
+    const int64_t n_gqa     = gram->ne[2] / n_head_kv;
+
+    ggml_tensor * vf = ggml_cast(ctx, v, GGML_TYPE_F32);
+
+    // v^T G_h of the query heads of one KV head side by side [d_v*n_gqa, n_kv, n_head_kv]
+    ggml_tensor * vg = ggml_mul_mat(ctx, ggml_reshape_3d(ctx, ggml_cont(ctx, gram), d_v, d_v * n_gqa, n_head_kv), vf);
+    ggml_prec_set_acc(vg, GGML_PREC_F32);
+
+    vg = ggml_reshape_4d(ctx, vg, d_v, n_gqa, n_kv, n_head_kv);
+    vg = ggml_mul(ctx, vg, ggml_reshape_4d(ctx, vf, d_v, 1, n_kv, n_head_kv));
+    vg = ggml_sum_rows(ctx, vg);
+
+    // rounding may leave a null vector of G slightly below 0
+    return ggml_reshape_3d(ctx, ggml_sqrt(ctx, ggml_relu(ctx, vg)), n_gqa, n_kv, n_head_kv);
 }

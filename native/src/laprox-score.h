@@ -14,4 +14,8 @@ ggml_tensor * laprox_build_score_composed(
         ggml_tensor *          gram, // [d_v, d_v, n_head]     F32 or NULL
         float                  scale,
         float                  logit_softcap,
-        ggml_laprox_score_stat stat); // -> [n_kv, n_head_kv] F32
+        ggml_laprox_score_stat stat,
+        ggml_laprox_score_gqa  gqa); // -> [n_kv, n_head_kv] F32
+
+// ||v W_O^h||_2 = sqrt(v^T G_h v) from stock ops, [n_gqa, n_kv, n_head_kv] F32; v and gram as above
+ggml_tensor * laprox_build_value_norm(ggml_context * ctx, ggml_tensor * v, ggml_tensor * gram);

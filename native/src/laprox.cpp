@@ -133,7 +133,8 @@ static laprox_score_params laprox_score_defaults() {
     return {
         /*.struct_size =*/sizeof(laprox_score_params),
         /*.attention   =*/LAPROX_ATTENTION_MAX,
-        /*.value_norm  =*/true,
+        /*.value       =*/LAPROX_VALUE_L2,
+        /*.gqa         =*/LAPROX_GQA_MEAN,
         /*.composed    =*/false,
     };
 }
@@ -217,6 +218,24 @@ int32_t laprox_score(llama_context * ctx, const laprox_score_params * params) {
     });
 }
 
+int32_t laprox_accumulate(llama_context * ctx) {
+    return laprox_guard([&] {
+        laprox_get(ctx).accumulate();
+    });
+}
+
+int32_t laprox_get_accumulated(llama_context * ctx, uint32_t * n_tokens) {
+    return laprox_guard([&] {
+        const auto & lx = laprox_get(ctx);
+
+        if (!n_tokens) {
+            laprox_throw(LAPROX_E_ARG, "n_tokens must not be NULL");
+        }
+
+        *n_tokens = lx.n_total;
+    });
+}
+
 int32_t laprox_get_shape(llama_context * ctx, laprox_shape * shape) {
     return laprox_guard([&] {
         const auto & lx = laprox_get(ctx);
@@ -227,6 +246,8 @@ int32_t laprox_get_shape(llama_context * ctx, laprox_shape * shape) {
                                     /*.n_head_kv   =*/(uint32_t) lx.n_head_kv_total(),
                                     /*.n_window    =*/lx.scored ? lx.n_window : 0,
                                     /*.n_cand      =*/lx.scored ? lx.n_prompt - lx.n_window : 0,
+                                    /*.n_head      =*/(uint32_t) lx.n_head_total(),
+                                    /*.n_score     =*/lx.scored ? (uint32_t) lx.n_score() : 0,
                             });
     });
 }
@@ -278,11 +299,34 @@ int32_t laprox_get_residual(llama_context * ctx, float * residual, size_t n_laye
     });
 }
 
+int32_t laprox_get_rows(llama_context * ctx, int32_t kind, uint32_t ikv, uint32_t * dims, float * dst, size_t n) {
+    return laprox_guard([&] {
+        const auto & lx = laprox_get(ctx);
+
+        if (!dims) {
+            laprox_throw(LAPROX_E_ARG, "dims must not be NULL");
+        }
+
+        const auto size = lx.rows_shape(kind, ikv);
+
+        if (dst) {
+            laprox_expect(dst, n, (size_t) size[0] * size[1] * size[2], "values");
+
+            lx.get_rows(kind, ikv, dst);
+        }
+
+        std::copy(size.begin(), size.end(), dims);
+    });
+}
+
 int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int32_t store) {
     return laprox_guard([&] {
         auto & lx = laprox_get(ctx);
 
         laprox_need_scores(lx);
+        if (lx.n_score() != lx.n_head_kv_total()) {
+            laprox_throw(LAPROX_E_STATE, "the scores are per query head (LAPROX_GQA_NONE); score per KV head, then evict");
+        }
 
         const auto plan = laprox_read(params, laprox_plan_defaults());
 
@@ -419,6 +463,26 @@ int32_t laprox_plan(
         std::string error;
 
         const auto status = laprox_plan_impl(plan, n_layer, n_head_kv, n_cand, scores, residual, n_kept, pos, error);
+        if (status != LAPROX_OK) {
+            laprox_throw(status, error);
+        }
+    });
+}
+
+int32_t laprox_rank(
+        const laprox_plan_params * params,
+        uint32_t                   n_layer,
+        const uint32_t *           n_head_kv,
+        uint32_t                   n_cand,
+        const float *              scores,
+        const float *              residual,
+        float *                    out) {
+    return laprox_guard([&] {
+        const auto plan = laprox_read(params, laprox_plan_defaults());
+
+        std::string error;
+
+        const auto status = laprox_rank_impl(plan, n_layer, n_head_kv, n_cand, scores, residual, out, error);
         if (status != LAPROX_OK) {
             laprox_throw(status, error);
         }

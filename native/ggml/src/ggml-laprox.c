@@ -11,7 +11,8 @@ struct ggml_tensor * ggml_laprox_score(
         struct ggml_tensor *        gram,
         float                       scale,
         float                       logit_softcap,
-        enum ggml_laprox_score_stat stat) {
+        enum ggml_laprox_score_stat stat,
+        enum ggml_laprox_score_gqa  gqa) {
     const int64_t w         = q->ne[1];
     const int64_t n_head    = q->ne[2];
     const int64_t n_kv      = k->ne[1];
@@ -39,6 +40,7 @@ struct ggml_tensor * ggml_laprox_score(
     ggml_set_op_params_f32(result, 0, scale);
     ggml_set_op_params_f32(result, 1, logit_softcap);
     ggml_set_op_params_i32(result, 2, (int32_t) stat);
+    ggml_set_op_params_i32(result, 3, (int32_t) gqa);
 
     result->op     = GGML_OP_LAPROX_SCORE;
     result->src[0] = q;

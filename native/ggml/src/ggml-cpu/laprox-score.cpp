@@ -56,6 +56,7 @@ struct laprox_score_dims {
     size_t o_rows;   // [max(d_k, d_v), LAPROX_ROWS]
     size_t o_tile;   // [LAPROX_TILE, max(d_k, d_v)], K or V, transposed
     size_t o_attn;   // [LAPROX_TILE, n_gqa]
+    size_t o_group;  // [LAPROX_TILE, w], mean of the attention over the group, if asked for
     size_t n_thread;
 };
 
@@ -101,6 +102,7 @@ static laprox_score_dims laprox_score_get_dims(const ggml_tensor * dst) {
     p.o_rows   = take(LAPROX_ROWS * d_max);
     p.o_tile   = take(LAPROX_TILE * d_max);
     p.o_attn   = take(LAPROX_TILE * p.n_gqa);
+    p.o_group  = take(ggml_get_op_params_i32(dst, 3) == GGML_LAPROX_SCORE_GQA_ATTENTION ? LAPROX_TILE * p.w : 0);
     p.n_thread = offs;
 
     return p;
@@ -264,53 +266,67 @@ static void laprox_value_norm(int64_t d, const float * gram, const float * tile,
     }
 }
 
-// column statistic over the queries of exp(logits - lse); logits is overwritten
-static void laprox_column_stat(
-        ggml_laprox_score_stat      stat,
-        int64_t                     w,
-        float * GGML_RESTRICT       logits,
-        const float * GGML_RESTRICT lse,
-        float * GGML_RESTRICT       dst) {
-    if (stat == GGML_LAPROX_SCORE_MAX) {
-        // exp is monotonic: one exp per column
-        std::fill(dst, dst + LAPROX_TILE, -INFINITY);
-        for (int64_t t = 0; t < w; ++t) {
-            const float   l = lse[t];
-            const float * x = logits + t * LAPROX_TILE;
-            if (l == -INFINITY) {
-                continue; // fully masked query
-            }
-            for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                const float y = x[j] - l;
-                dst[j]        = y > dst[j] ? y : dst[j];
-            }
+// logits [LAPROX_TILE, w] -> attention, in place
+static void laprox_attention(int64_t w, float * GGML_RESTRICT logits, const float * GGML_RESTRICT lse) {
+    for (int64_t t = 0; t < w; ++t) {
+        float * x = logits + t * LAPROX_TILE;
+        if (lse[t] == -INFINITY) {
+            std::fill(x, x + LAPROX_TILE, 0.0f); // fully masked query
+        } else {
+            ggml_vec_soft_max_f32(LAPROX_TILE, x, x, lse[t]);
         }
-        ggml_vec_soft_max_f32(LAPROX_TILE, dst, dst, 0.0f);
-        return;
+    }
+}
+
+// column statistic over the queries of the attention [LAPROX_TILE, w]
+static void laprox_column_stat(ggml_laprox_score_stat stat, int64_t w, const float * GGML_RESTRICT attn, float * GGML_RESTRICT dst) {
+    std::fill(dst, dst + LAPROX_TILE, 0.0f);
+
+    for (int64_t t = 0; t < w; ++t) {
+        const float * x = attn + t * LAPROX_TILE;
+        switch (stat) {
+            case GGML_LAPROX_SCORE_MAX:
+                for (int64_t j = 0; j < LAPROX_TILE; ++j) {
+                    dst[j] = x[j] > dst[j] ? x[j] : dst[j];
+                }
+                break;
+            case GGML_LAPROX_SCORE_L2:
+                for (int64_t j = 0; j < LAPROX_TILE; ++j) {
+                    dst[j] += x[j] * x[j];
+                }
+                break;
+            case GGML_LAPROX_SCORE_SUM:
+                for (int64_t j = 0; j < LAPROX_TILE; ++j) {
+                    dst[j] += x[j];
+                }
+                break;
+        }
     }
 
-    std::fill(dst, dst + LAPROX_TILE, 0.0f);
-    for (int64_t t = 0; t < w; ++t) {
-        if (lse[t] == -INFINITY) {
-            continue;
-        }
-        float * x = logits + t * LAPROX_TILE;
-        ggml_vec_soft_max_f32(LAPROX_TILE, x, x, lse[t]);
-        if (stat == GGML_LAPROX_SCORE_L2) {
-            for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                dst[j] += x[j] * x[j];
-            }
-        } else {
-            for (int64_t j = 0; j < LAPROX_TILE; ++j) {
-                dst[j] += x[j];
-            }
-        }
-    }
     if (stat == GGML_LAPROX_SCORE_L2) {
         for (int64_t j = 0; j < LAPROX_TILE; ++j) {
             dst[j] = sqrtf(dst[j]);
         }
     }
+}
+
+// column maximum of the attention: exp is monotonic, so it takes one exp per column
+static void laprox_column_max(int64_t w, const float * GGML_RESTRICT logits, const float * GGML_RESTRICT lse, float * GGML_RESTRICT dst) {
+    std::fill(dst, dst + LAPROX_TILE, -INFINITY);
+
+    for (int64_t t = 0; t < w; ++t) {
+        const float   l = lse[t];
+        const float * x = logits + t * LAPROX_TILE;
+        if (l == -INFINITY) {
+            continue; // fully masked query
+        }
+        for (int64_t j = 0; j < LAPROX_TILE; ++j) {
+            const float y = x[j] - l;
+            dst[j]        = y > dst[j] ? y : dst[j];
+        }
+    }
+
+    ggml_vec_soft_max_f32(LAPROX_TILE, dst, dst, 0.0f);
 }
 
 void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_tensor * dst) {
@@ -330,6 +346,7 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     const float softcap = ggml_get_op_params_f32(dst, 1);
     const float scale   = ggml_get_op_params_f32(dst, 0) / (softcap != 0.0f ? softcap : 1.0f);
     const auto  stat    = (ggml_laprox_score_stat) ggml_get_op_params_i32(dst, 2);
+    const bool  group   = ggml_get_op_params_i32(dst, 3) == GGML_LAPROX_SCORE_GQA_ATTENTION;
 
     const int ith = params->ith;
     const int nth = params->nth;
@@ -343,6 +360,7 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     float * rows   = wthread + p.o_rows;
     float * tile   = wthread + p.o_tile;
     float * attn   = wthread + p.o_attn;
+    float * mean   = wthread + p.o_group;
 
     const int64_t n_items = p.n_head_kv * p.n_chunks;
     const int64_t n_query = p.n_head * p.w;
@@ -436,9 +454,33 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
             const bool masked = laprox_load_mask(mask, i0, n, masks);
             laprox_load_tile(k, g, i0, n, rows, tile);
 
+            if (group) {
+                std::fill(mean, mean + LAPROX_TILE * p.w, 0.0f);
+            }
             for (int64_t r = 0; r < p.n_gqa; ++r) {
+                const float * l = lse + (g * p.n_gqa + r) * p.w;
+
                 laprox_logits(p, qs + r * p.w * p.d_k, tile, masked ? masks : nullptr, softcap, logits);
-                laprox_column_stat(stat, p.w, logits, lse + (g * p.n_gqa + r) * p.w, attn + r * LAPROX_TILE);
+
+                if (!group && stat == GGML_LAPROX_SCORE_MAX) {
+                    laprox_column_max(p.w, logits, l, attn + r * LAPROX_TILE);
+                    continue;
+                }
+                laprox_attention(p.w, logits, l);
+                if (!group) {
+                    laprox_column_stat(stat, p.w, logits, attn + r * LAPROX_TILE);
+                    continue;
+                }
+                for (int64_t j = 0; j < LAPROX_TILE * p.w; ++j) {
+                    mean[j] += logits[j] / p.n_gqa;
+                }
+            }
+            if (group) {
+                // one statistic for all query heads: mean_h(a * n_h) = a * mean_h(n_h)
+                laprox_column_stat(stat, p.w, mean, attn);
+                for (int64_t r = 1; r < p.n_gqa; ++r) {
+                    memcpy(attn + r * LAPROX_TILE, attn, LAPROX_TILE * sizeof(float));
+                }
             }
 
             if (gram) {
