@@ -29,9 +29,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from laprox_llamacpp import EvictionPolicy, Llama, _native, models
+from laprox_llamacpp.budget import Budget
 from laprox_llamacpp.demo import chat_tokens
 from laprox_llamacpp.haystack import Fact, facts, paragraphs
-from laprox_llamacpp.policy import Budget
+from laprox_llamacpp.observed import ObservedPrompt
 
 import llama_cpp  # isort: skip
 
@@ -125,13 +126,12 @@ class Prefilled(Llama):
     def evicted(self, policy: EvictionPolicy, budgets: Sequence[float]) -> list[str]:
         """Answers of one policy, a budget each."""
         answers = []
-        for i, budget in enumerate(budgets):
+        for budget in budgets:
             self._ctx.kv_cache_seq_rm(-1, self._n_prompt, -1)
             self.n_tokens = self._n_prompt
-            if i == 0:
-                _native.score(self.ctx, _native.score_params(policy))
-            n_keep = Budget.parse(budget).n_keep(self._n_prompt, policy.window, self._n_heads, self._bytes_per_token)
-            _native.evict(self.ctx, _native.plan_params(policy, n_keep), _native.STORE_MASK)
+            k = Budget.parse(budget).kept(self._n_prompt, policy.window, self._bytes_per_token)
+            prompt = ObservedPrompt(self.ctx, self._n_prompt, policy.window, self.model_path, self._pieces)
+            _native.set_kept(self.ctx, policy.keep(prompt, k), _native.STORE_MASK)
             answers.append(self._answer())
         return answers
 

@@ -178,6 +178,45 @@ def memory(model: str | None, tokens: int, budgets: tuple[Budget, ...], cache_ty
     Console().print(table)
 
 
+@cli.group()
+def calibrate() -> None:
+    """Measure what a method needs to know about a model."""
+
+
+@calibrate.command("duo")
+@click.argument("model")
+@click.option(
+    "--out", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
+    help="The profile; by default where --policy duo looks for it.",
+)  # fmt: skip
+@click.option("--samples", default=8, show_default=True, type=click.IntRange(1), help="Prompts, one prefill each.")
+@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(256), help="Least length of their text.")
+@click.option(
+    "--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the texts, passkeys and numbers."
+)
+def calibrate_duo(model: str, out: Path | None, samples: int, tokens: int, seed: int) -> None:
+    """Find the heads of MODEL (a known name or a GGUF file) that retrieve: which attend to a passkey when asked for it.
+
+    The profile that the method duo needs is written, and its path printed.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from . import duo_profile, models
+
+    path = models.fetch(model)
+    from . import calibrate as calibrate_
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"calibrating {path.name}", total=samples)
+        result = calibrate_.duo(path, samples, tokens, seed, on_sample=lambda: progress.advance(task))
+    out = out or duo_profile.default_path(result.profile.fingerprint)
+    duo_profile.save(result.profile, out)
+    console.print(calibrate_.table(result))
+    click.echo(out)
+
+
 @cli.command()
 @click.argument("names", nargs=-1, metavar="[NAME]...")
 def models(names: Sequence[str]) -> None:

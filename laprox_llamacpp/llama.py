@@ -76,6 +76,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
         self._fallback: str | None = None
         self._note: str | None = None
+        self._method_note: str | None = None
         self._prompt: ObservedPrompt | None = None
         self._plan_ms = 0.0
         self._prefill = Clock()
@@ -169,7 +170,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 self._prefill, self._decode = Clock(), Clock()
                 self._eval_prompt(self._policy, tokens)
             elif self.n_tokens == 0:
-                self._prefill, self._decode, self._note = Clock(), Clock(), None
+                self._prefill, self._decode = Clock(), Clock()
+                self._note = self._method_note = None
                 with self._prefill.time(len(tokens)):
                     self._decode_now(tokens)
             else:
@@ -268,6 +270,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self._fall_back(str(e) or "no memory for the scores")
         else:
             self._fallback = None
+            self._pass_on(self._prompt.note)
+
+    def _pass_on(self, note: str | None) -> None:
+        """What the method could not do: say so once, and in the statistics, unless the budget's own note does."""
+        if note is not None and self._method_note is None and self._note is None:
+            warnings.warn(note, RuntimeWarning, stacklevel=2)
+        self._method_note = note
 
     def _pieces(self) -> list[bytes]:
         """The text of each cached token."""
@@ -351,7 +360,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             commit_ms=s.t_commit_ms,
             prefill_tps=self._prefill.rate(),
             decode_tps=self._decode.rate(),
-            note=self._note,
+            note=self._note or self._method_note,
             fallback=self._fallback,
         )
 
@@ -374,7 +383,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         chooses without scores.
         """
         self._need_eviction("kv_scores")
-        if self._prompt is None or not _native.stats(self.ctx).evicted:
+        if not _native.stats(self.ctx).evicted or self._prompt is None:
             raise StateError("no prompt has been evicted since the cache was cleared, so there are no scores to show")
         if self._prompt.raw is None:
             raise StateError(f"{self._policy} chooses without scores")

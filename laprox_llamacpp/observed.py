@@ -29,6 +29,7 @@ class ObservedPrompt:
         n_head: query heads of each layer.
         model_path: the GGUF file.
         raw: scores of the method before pooling, [n_heads, n_cand], when it has any.
+        note: what the method could not do as its options say, in one line, for the statistics and a warning.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ObservedPrompt:
         self.n_heads = sum(self.n_head_kv)
         self.n_head = [_native.rows_shape(ctx, "q", i)[0] for i in range(len(self.n_head_kv))]
         self.raw: F32 | None = None
+        self.note: str | None = None
         self.score_ms = 0.0
         self.scoring_s = 0.0  # the same with what is made once for a context
 

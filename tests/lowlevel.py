@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from laprox_llamacpp import _native
 from laprox_llamacpp._types import NAMES
+from laprox_llamacpp.methods.laprox import LaProx
+from laprox_llamacpp.parts.pool import Pool
 from laprox_llamacpp.policy import EvictionPolicy
 
 import llama_cpp as lib  # isort: skip
@@ -34,6 +36,18 @@ def _log(level: int, text: bytes, _: Any) -> None:
 
 
 lib.llama_log_set(_log, ctypes.c_void_p(0))
+
+
+def laprox(spec: str) -> LaProx:
+    policy = EvictionPolicy.parse(spec)
+    assert isinstance(policy, LaProx)
+    return policy
+
+
+def plan_params(n_keep: int, spec: str = "laprox") -> _native.PlanParams:
+    """The plan of a LaProx policy for laprox_evict()."""
+    p = laprox(spec)
+    return _native.plan_params(n_keep, Pool.parse(p.pool), p.normalize, p.alloc, p.protect_sinks)
 
 
 def golden(name: str) -> dict[str, npt.NDArray[Any]]:
@@ -136,14 +150,14 @@ class Context:
         return self.decode(tokens[-window:])
 
     def plan(self, budget: float, spec: str = "laprox", n_prompt: int | None = None) -> _native.PlanParams:
-        policy = EvictionPolicy.parse(spec)
         n = self.pos if n_prompt is None else n_prompt
         k = max(0, int(np.floor(budget * n + 0.5)) - W)
-        return _native.plan_params(policy, k * int(_native.shape(self.ptr).n_head_kv))
+        return plan_params(k * int(_native.shape(self.ptr).n_head_kv), spec)
 
     def score(self, spec: str = "laprox", composed: bool = False) -> npt.NDArray[np.float32]:
         """Raw scores [KV heads of all layers, n_cand]."""
-        _native.score(self.ptr, _native.score_params(EvictionPolicy.parse(spec), composed))
+        policy = laprox(spec)
+        _native.score(self.ptr, _native.score_params(policy.attention, policy.value, policy.gqa, composed))
         return _native.scores(self.ptr)
 
     def evict(self, budget: float, spec: str = "laprox", store: int = _native.STORE_RAGGED) -> list[Any]:

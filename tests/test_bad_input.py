@@ -34,7 +34,7 @@ def llm(path: str) -> Iterator[Llama]:
         ({"kv_evict": "laprox", "budget": math.nan}, "budget is nan"),
         ({"kv_evict": "laprox", "budget": 1.5}, "budget is 1.5"),
         ({"kv_evict": "laprox", "budget": "64 parsecs"}, "budget is '64 parsecs'"),
-        ({"kv_evict": "snapkv"}, "not available yet"),
+        ({"kv_evict": "streaming:pool=avg7"}, "unknown option 'pool' .* protect_sinks, window"),
         ({"kv_evict": "nonsense"}, "unknown eviction method"),
         ({"kv_evict": "laprox:window=0"}, "window is 0"),
         ({"kv_evict": None, "budget": 0.5}, "no effect without kv_evict"),

@@ -27,7 +27,7 @@ def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
         (["ask", "--file", __file__], 2, "QUESTION"),
         (["ask", "--file", __file__, "--budget", "0", "q"], 2, "budget is '0'"),
         (["ask", "--file", __file__, "--budget", "64MB/s", "q"], 2, "budget is '64MB/s'"),
-        (["ask", "--file", __file__, "--policy", "snapkv", "q"], 2, "not available yet"),
+        (["ask", "--file", __file__, "--policy", "snap", "q"], 2, "unknown eviction method"),
         (["ask", "--file", __file__, "--model", "/does/not/exist.gguf", "q"], 1, "/does/not/exist.gguf"),
         (["demo", "--facts", "9"], 2, "facts"),
         (["demo", "--policy", "laprox:pool=avg2"], 2, "odd"),

@@ -9,7 +9,6 @@ import pytest
 from lowlevel import Context, W, golden
 
 from laprox_llamacpp import ArgumentError, LaproxError, _native
-from laprox_llamacpp.policy import EvictionPolicy
 
 import llama_cpp as lib  # isort: skip
 
@@ -28,7 +27,7 @@ def test_scores_of_removed_tokens_are_not_used(smol_path: Path, store: int | Non
         assert ctx.cut(N - 8)
         ctx.decode(IDS[200:208])  # other tokens in the places of the window's
         with pytest.raises(LaproxError, match="observ"):
-            _native.score(ctx.ptr, _native.score_params(EvictionPolicy()))
+            _native.score(ctx.ptr, _native.score_params())
         with pytest.raises(LaproxError, match="score"):
             _native.evict(ctx.ptr, plan)
 

@@ -13,6 +13,7 @@ import pytest
 from lowlevel import Context, W, golden
 
 from laprox_llamacpp import _native, models
+from laprox_llamacpp.observed import ObservedPrompt
 from laprox_llamacpp.policy import EvictionPolicy
 
 SPECS = [
@@ -20,12 +21,12 @@ SPECS = [
     "laprox:preset=l2",
     "laprox:normalize=none",
     "laprox:preset=paper",
-    "laprox:preset=paper:sinks=4",
+    "laprox:preset=paper:protect_sinks=4",
     "laprox:preset=paper:alloc=layer",
-    "laprox:preset=paper:alloc=layer:sinks=4",
+    "laprox:preset=paper:alloc=layer:protect_sinks=4",
     "laprox:preset=paper:alloc=head",
     "laprox:preset=paper:normalize=zscore",
-    "laprox:preset=paper:normalize=zscore:sinks=4",
+    "laprox:preset=paper:normalize=zscore:protect_sinks=4",
 ]
 
 
@@ -40,13 +41,12 @@ class Case:
 
     def kept(self, spec: str, budget: float) -> npt.NDArray[np.bool_]:
         """Kept candidates [heads, n_cand] for a kept total of the definition."""
-        self.ctx.score(spec)
-        policy = EvictionPolicy.parse(spec)
-        n_heads = int(_native.shape(self.ctx.ptr).n_head_kv)
+        prompt = ObservedPrompt(self.ctx.ptr, self.n, W)
         k = max(0, int(np.floor(budget * self.n + 0.5)) - W)
-        plan = _native.plan_params(policy, n_heads * k)
-        _native.evict(self.ctx.ptr, plan, _native.STORE_MASK)  # the cache stays, for the next policy
-        out = np.zeros((n_heads, self.n - W), bool)
+        kept = EvictionPolicy.parse(spec).keep(prompt, k)
+        assert kept is not None
+        _native.set_kept(self.ctx.ptr, kept, _native.STORE_MASK)  # the cache stays, for the next policy
+        out = np.zeros((prompt.n_heads, self.n - W), bool)
         for row, pos in zip(out, _native.kept(self.ctx.ptr)):
             row[pos] = True
         return out
@@ -84,10 +84,11 @@ def test_residual_norms(case: Case) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_kept_sets(case: Case, spec: str) -> None:
-    budgets = [key.split("|")[2] for key in case.ref if key.startswith(f"kept|{spec}|")]
+    name = spec.replace("protect_sinks", "sinks")
+    budgets = [key.split("|")[2] for key in case.ref if key.startswith(f"kept|{name}|")]
     assert budgets
     for budget in budgets:
-        bits = np.unpackbits(case.ref[f"kept|{spec}|{budget}"], axis=-1)[..., : case.n].astype(bool)
+        bits = np.unpackbits(case.ref[f"kept|{name}|{budget}"], axis=-1)[..., : case.n].astype(bool)
         want = bits.reshape(-1, case.n)
         got = case.kept(spec, float(budget))
         assert want[:, -W:].all()

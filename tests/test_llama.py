@@ -121,7 +121,7 @@ def test_positions_are_ascending_with_sinks_window_and_new_tokens(llm: Llama, to
 
 
 def test_kept_are_the_best_of_the_scores_without_pool_and_normaliser(path: str, tokens: list[int]) -> None:
-    llm = make(path, kv_evict="laprox:pool=none:normalize=none:sinks=0")
+    llm = make(path, kv_evict="laprox:pool=none:normalize=none:protect_sinks=0")
     llm.eval(tokens)
     scores = np.concatenate([llm.kv_scores()[il] for il in range(30)])
     assert scores.shape == (90, N - W) and scores.dtype == np.float32 and (scores >= 0).all()

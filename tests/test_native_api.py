@@ -13,10 +13,10 @@ import numpy.typing as npt
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from lowlevel import Context, W, golden
+from lowlevel import Context, W, golden, plan_params
 
 from laprox_llamacpp import ArgumentError, Llama, StateError, _native
-from laprox_llamacpp.policy import EvictionPolicy
+from laprox_llamacpp.methods.laprox import LaProx
 
 import llama_cpp as lib  # isort: skip
 
@@ -48,7 +48,7 @@ def ready(ctx: Context) -> Context:
 
 
 def plan(n_keep: int) -> _native.PlanParams:
-    return _native.plan_params(EvictionPolicy(), n_keep)
+    return plan_params(n_keep)
 
 
 def same_as_untouched(ctx: Context) -> bool:
@@ -73,7 +73,7 @@ def fields(ctx: Context) -> dict[str, Any]:
 def test_kept_total_is_exact(model: Llama, n: int, budget: float, alloc: str) -> None:
     model.reset()
     model._ctx.kv_cache_clear()
-    model._policy = EvictionPolicy(alloc=alloc)
+    model._policy = LaProx(alloc=alloc)
     model._budget = type(model._budget).parse(budget)
     model.eval(IDS[:n].tolist())
     k = max(0, int(np.floor(budget * n + 0.5)) - W)
@@ -207,10 +207,15 @@ def test_kept_positions_are_checked_before_anything_moves(ready: Context, bad: A
 def test_unknown_numbers(ready: Context) -> None:
     with pytest.raises(ArgumentError, match="unknown store 7"):
         _native.evict(ready.ptr, plan(90), 7)
-    params = _native.score_params(EvictionPolicy())
+    params = _native.score_params()
     params.attention = 9
     with pytest.raises(ArgumentError, match="unknown attention statistic 9"):
         _native.score(ready.ptr, params)
+    for field in ("value", "gqa"):
+        params = _native.score_params()
+        setattr(params, field, 9)
+        with pytest.raises(ArgumentError, match=f"unknown {field} .* 9"):
+            _native.score(ready.ptr, params)
     for field in ("pool", "normalize", "alloc"):
         wrong = plan(90)
         setattr(wrong, field, 9)

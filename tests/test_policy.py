@@ -8,10 +8,17 @@ from fractions import Fraction
 
 import pytest
 
-from laprox_llamacpp.policy import Budget, EvictionPolicy, Pool
+from laprox_llamacpp.budget import Budget
+from laprox_llamacpp.methods.criticalkv import CriticalKV
+from laprox_llamacpp.methods.h2o import H2O
+from laprox_llamacpp.methods.laprox import LaProx
+from laprox_llamacpp.methods.snapkv import SnapKV
+from laprox_llamacpp.parts.alloc import Alloc, apportion, pyramid
+from laprox_llamacpp.parts.pool import Pool
+from laprox_llamacpp.policy import EvictionPolicy, methods
 
-REACH = {"attention": "max", "pool": "reach12:0.3", "normalize": "residual", "alloc": "model", "sinks": 4}
-PAPER = {"attention": "l2", "pool": "avg7", "normalize": "layer_sum", "alloc": "model", "sinks": 0}
+REACH = {"attention": "max", "pool": "reach12:0.3", "normalize": "residual", "alloc": "model", "protect_sinks": 4}
+PAPER = {"attention": "l2", "pool": "avg7", "normalize": "layer_sum", "alloc": "model", "protect_sinks": 0}
 
 
 @pytest.mark.parametrize(
@@ -22,15 +29,22 @@ PAPER = {"attention": "l2", "pool": "avg7", "normalize": "layer_sum", "alloc": "
         ("laprox:preset=l2", {**REACH, "attention": "l2"}),
         ("laprox:preset=paper", PAPER),
         ("laprox:preset=paper:window=16:pool=none", {**PAPER, "pool": "none", "window": 16}),
-        ("laprox:pool=reach8:0.5:sinks=0", {**REACH, "pool": "reach8:0.5", "sinks": 0}),
-        ("laprox:sinks=2:pool=reach8:0.5", {**REACH, "pool": "reach8:0.5", "sinks": 2}),
-        ("laprox:value_norm=false:alloc=head", {**REACH, "value_norm": False, "alloc": "head"}),
+        ("laprox:pool=reach8:0.5:protect_sinks=0", {**REACH, "pool": "reach8:0.5", "protect_sinks": 0}),
+        ("laprox:protect_sinks=2:pool=reach8:0.5", {**REACH, "pool": "reach8:0.5", "protect_sinks": 2}),
+        ("laprox:value=none:alloc=head", {**REACH, "value": "none", "alloc": "head"}),
+        ("laprox:score=output_norm", {**REACH, "score": "output_norm", "attention": "sum"}),
+        ("laprox:score=output_norm:attention=max", {**REACH, "score": "output_norm"}),
+        ("laprox:preset=paper:gqa=attention:pool_on=attention", {**PAPER, "gqa": "attention", "pool_on": "attention"}),
+        ("laprox:alloc=layer:pool=1", {**REACH, "alloc": "layer", "pool": "1"}),
+        ("laprox:pool=sentence:0.25:granularity=cell", {**REACH, "pool": "sentence:0.25", "granularity": "cell"}),
         (" laprox : normalize = zscore ".replace(" : ", ":"), {**REACH, "normalize": "zscore"}),
     ],
 )
 def test_spec_sets_these_fields(spec: str, expected: dict[str, object]) -> None:
     policy = EvictionPolicy.parse(spec)
-    defaults = {"method": "laprox", "window": 32, "value_norm": True}
+    defaults = {
+        "window": 32, "value": "l2", "gqa": "mean", "pool_on": "score", "granularity": "head", "score": "product",
+    }  # fmt: skip
     got = {k: v for k, v in dataclasses.asdict(policy).items() if k != "preset"}
     assert got == {**defaults, **expected}
 
@@ -38,11 +52,16 @@ def test_spec_sets_these_fields(spec: str, expected: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "policy",
     [
-        EvictionPolicy(),
-        EvictionPolicy(preset="paper"),
-        EvictionPolicy(preset="paper", sinks=4, pool="max5"),
-        EvictionPolicy(pool="reach3:.25", window=7, value_norm=False),
-        EvictionPolicy(preset="l2", normalize="none", alloc="layer", attention="sum"),
+        LaProx(),
+        LaProx(preset="paper"),
+        LaProx(preset="paper", protect_sinks=4, pool="max5"),
+        LaProx(pool="reach3:.25", window=7, value="none"),
+        LaProx(preset="l2", normalize="none", alloc="layer", attention="sum"),
+        LaProx(score="output_norm"),
+        LaProx(score="output_norm", attention="max"),
+        SnapKV(window=64, pool="max7"),
+        CriticalKV(alloc="adakv0.3", first=0.25),
+        H2O(recent=0.75),
     ],
 )
 def test_str_parses_back(policy: EvictionPolicy) -> None:
@@ -50,12 +69,12 @@ def test_str_parses_back(policy: EvictionPolicy) -> None:
 
 
 def test_str_is_short() -> None:
-    assert str(EvictionPolicy()) == "laprox"
-    assert str(EvictionPolicy(preset="paper", window=16)) == "laprox:preset=paper:window=16"
+    assert str(LaProx()) == "laprox"
+    assert str(LaProx(preset="paper", window=16)) == "laprox:window=16:preset=paper"
 
 
 def test_policy_is_frozen_and_passes_through_parse() -> None:
-    policy = EvictionPolicy()
+    policy = LaProx()
     assert EvictionPolicy.parse(policy) is policy
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.window = 1  # type: ignore[misc]
@@ -64,8 +83,17 @@ def test_policy_is_frozen_and_passes_through_parse() -> None:
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("snapkv", "not available yet; available: laprox"),
-        ("h2o:window=4", "not available yet"),
+        ("streaming:pool=avg7", "unknown option 'pool'"),
+        ("snapkv:preset=paper", "unknown option 'preset'"),
+        ("h2o:recent=2", "recent is 2"),
+        ("criticalkv:first=nan", "first is nan"),
+        ("random:seed=-1", "seed is -1"),
+        ("snapkv:gqa=none", "unknown gqa"),
+        ("snapkv:granularity=token", "unknown granularity"),
+        ("adakv:alloc=adakv1.5", "alpha must be in"),
+        ("pyramidkv:alloc=pyramid0.5", "beta must be at least 1"),
+        ("laprox:pool=sentence:2", r"\[0, 1\]"),
+        ("laprox:score=sum", "unknown score"),
         ("lapro", "unknown eviction method 'lapro'"),
         ("", "unknown eviction method"),
         ("laprox:preset=papers", "unknown preset"),
@@ -73,14 +101,14 @@ def test_policy_is_frozen_and_passes_through_parse() -> None:
         ("laprox:windows=3", "unknown option 'windows'"),
         ("laprox:method=laprox", "unknown option 'method'"),
         ("laprox:window=0", "window is 0"),
-        ("laprox:window=-1", "window is '-1'"),
+        ("laprox:window=-1", "window is -1"),
         ("laprox:window=1.5", "window is '1.5'"),
         ("laprox:window=8:window=9", "twice"),
-        ("laprox:sinks=-1", "sinks is '-1'"),
-        ("laprox:value_norm=2", "value_norm"),
+        ("laprox:protect_sinks=-2", "protect_sinks is -2"),
+        ("laprox:value=2", "unknown value"),
         ("laprox:attention=mean", "unknown attention"),
         ("laprox:normalize=sum", "unknown normalize"),
-        ("laprox:alloc=all", "unknown alloc"),
+        ("laprox:alloc=all", "alloc is .all., expected"),
         ("laprox:pool=avg6", "odd"),
         ("laprox:pool=reach12", "pool is"),
         ("laprox:pool=reach12:1.5", r"\[0, 1\]"),
@@ -95,10 +123,12 @@ def test_bad_spec_is_one_line(spec: object, says: str) -> None:
     assert "\n" not in str(e.value)
 
 
-@pytest.mark.parametrize(("field", "value"), [("window", True), ("window", 2.0), ("sinks", -2), ("value_norm", 1)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("window", True), ("window", 2.0), ("protect_sinks", -2), ("value", True)]
+)
 def test_bad_field(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=field):
-        EvictionPolicy(**{field: value})  # type: ignore[arg-type]
+        LaProx(**{field: value})  # type: ignore[arg-type]
 
 
 def test_pool() -> None:
@@ -106,6 +136,68 @@ def test_pool() -> None:
     assert Pool.parse("reach12:0.3") == Pool("reach", 12, 0.3)
     assert Pool.parse("avg7") == Pool("avg", 7)
     assert Pool.parse("max1") == Pool("max", 1)
+    assert Pool.parse("7") == Pool.parse("avg7")
+    assert Pool.parse("1") == Pool.parse("none")
+    assert Pool.parse("sentence:0.25") == Pool("sentence", 0, 0.25)
+
+
+def test_alloc() -> None:
+    assert Alloc.parse("model") == Alloc("model")
+    assert Alloc.parse("adakv0.2") == Alloc("adakv", 0.2)
+    assert Alloc.parse("guard.5") == Alloc("guard", 0.5)
+    assert Alloc.parse("pyramid20") == Alloc("pyramid", 20.0)
+
+
+def test_every_method_has_a_name_of_its_own_and_parses_back() -> None:
+    known = methods()
+    for name in (
+        "adakv",
+        "criticalkv",
+        "h2o",
+        "keydiff",
+        "laprox",
+        "pyramidkv",
+        "random",
+        "snapkv",
+        "streaming",
+        "tova",
+    ):
+        assert name in known
+    for name, method in known.items():
+        assert isinstance(EvictionPolicy.parse(name), method)
+        assert str(EvictionPolicy.parse(name)) == name
+
+
+def test_no_method_of_its_own() -> None:
+    with pytest.raises(TypeError, match="EvictionPolicy is no method"):
+        EvictionPolicy()
+
+
+@pytest.mark.parametrize(
+    ("due", "total", "limit", "want"),
+    [
+        ([1, 1, 1], 7, 9, [3, 2, 2]),  # equal remainders: lower index
+        ([0.5, 2.5, 1.0], 4, 9, [1, 2, 1]),  # .5 and .5: lower index
+        ([0, 0], 3, 9, [2, 1]),
+        ([9, 1], 10, 6, [6, 4]),  # what the limit cuts goes to the others
+        ([5, 5], 0, 9, [0, 0]),
+    ],
+)
+def test_apportion(due: list[float], total: int, limit: int, want: list[int]) -> None:
+    assert apportion(due, total, limit) == want
+
+
+@pytest.mark.parametrize("k", [0, 1, 10, 100, 255, 256])
+@pytest.mark.parametrize("rows", [[3] * 30, [2] * 24, [1, 4, 2], [1]])
+def test_pyramid_is_exact_and_falls(rows: list[int], k: int) -> None:
+    counts = pyramid(rows, k, 256, 20.0)
+    assert sum(counts) == k * sum(rows)
+    assert max(counts) <= 256 and min(counts) >= 0
+    ends = [sum(rows[: i + 1]) for i in range(len(rows))]
+    means = [sum(counts[e - r : e]) / r for e, r in zip(ends, rows)]
+    assert all(a >= b - 1 for a, b in zip(means, means[1:]))
+    if len(set(rows)) == 1 < len(rows) and k == 100:
+        assert abs(means[0] - 195) <= 1 and abs(means[-1] - 5) <= 1  # 2k - k/20 and k/20
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,10 @@ class LaProx(Attended, name="laprox"):
     def __post_init__(self) -> None:
         one_of("preset", self.preset, tuple(PRESETS))
         one_of("score", self.score, ("product", "output_norm"))
-        for name, value in self._defaults().items():
+        defaults = self._defaults()
+        for name in PRESETS[self.preset]:
             if getattr(self, name) in ("preset", -1):
-                object.__setattr__(self, name, value)
+                object.__setattr__(self, name, defaults[name])
         super().__post_init__()
 
     def _defaults(self) -> dict[str, Any]:
