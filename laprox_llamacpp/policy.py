@@ -86,7 +86,7 @@ class EvictionPolicy:
         known = methods()
         if name not in known:
             raise ValueError(f"unknown eviction method {name!r}, expected one of {', '.join(sorted(known))}")
-        kinds = {f.name: str(f.type) for f in fields(known[name])}
+        kinds = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in fields(known[name])}
         options: dict[str, Any] = {}
         for key, value in _options(spec, parts).items():
             if key not in kinds:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laprox_llamacpp import ArgumentError, _native
+from laprox_llamacpp.parts.pool import Pool
 
 Kept = list[npt.NDArray[Any]]
 
@@ -72,6 +73,22 @@ def normalized(s: npt.NDArray[np.float64], how: str, residual: float) -> npt.NDA
     return s
 
 
+def ranked(
+    scores: npt.NDArray[Any],
+    n_head_kv: Sequence[int],
+    pool: tuple[str, int],
+    normalize: str,
+    residual: npt.NDArray[Any],
+) -> npt.NDArray[np.float32]:
+    final = np.empty(scores.shape, np.float32)
+    layer_of = np.repeat(np.arange(len(n_head_kv)), n_head_kv)
+    for layer in range(len(n_head_kv)):
+        raw = scores[layer_of == layer].astype(np.float32).astype(np.float64)
+        s = pooled(raw, pool).astype(np.float32).astype(np.float64)
+        final[layer_of == layer] = normalized(s, normalize, float(np.float32(residual[layer])))
+    return final
+
+
 def expected(
     scores: npt.NDArray[Any],
     n_head_kv: Sequence[int],
@@ -83,12 +100,8 @@ def expected(
     residual: npt.NDArray[Any],
 ) -> Kept:
     n_heads, n_cand = scores.shape
-    final = np.empty((n_heads, n_cand), np.float32)
+    final = ranked(scores, n_head_kv, pool, normalize, residual)
     layer_of = np.repeat(np.arange(len(n_head_kv)), n_head_kv)
-    for layer in range(len(n_head_kv)):
-        raw = scores[layer_of == layer].astype(np.float32).astype(np.float64)
-        s = pooled(raw, pool).astype(np.float32).astype(np.float64)
-        final[layer_of == layer] = normalized(s, normalize, float(np.float32(residual[layer])))
 
     if alloc == "model":
         units, share = np.zeros(n_heads, int), [n_keep]
@@ -179,6 +192,20 @@ def test_sinks_that_do_not_fit_are_spread_over_the_heads() -> None:
     scores = np.zeros((3, 10))
     scores[2, 9] = 100
     assert_same(plan(scores, (3,), 4, n_sink=4), [np.arange(2), np.arange(1), np.arange(1)])
+
+
+@pytest.mark.parametrize("normalize", NORMALIZE)
+@pytest.mark.parametrize("pool", POOLS, ids=lambda p: f"{p[0]}{p[1]}")
+def test_rank_is_the_first_half(pool: tuple[str, int], normalize: str) -> None:
+    rng = np.random.default_rng(8)
+    for n_head_kv, n_cand in (((2, 2, 2), 80), ((1, 3, 2), 41), ((3,), 2)):
+        scores = rng.lognormal(0, 3, (sum(n_head_kv), n_cand)).astype(np.float32)
+        residual = rng.uniform(0.5, 500, len(n_head_kv))
+        params = _native.plan_params(0, Pool(pool[0], pool[1], 0.3), normalize)
+        before = scores.copy()
+        got = _native.rank(params, n_head_kv, scores, residual if normalize == "residual" else None)
+        np.testing.assert_allclose(got, ranked(scores, n_head_kv, pool, normalize, residual), rtol=1e-6, atol=1e-7)
+        assert np.array_equal(scores, before)
 
 
 def test_two_runs_agree() -> None:

@@ -29,6 +29,7 @@ struct test_case {
     ggml_type type_m = GGML_TYPE_F16;
 
     ggml_laprox_score_stat stat = GGML_LAPROX_SCORE_MAX;
+    ggml_laprox_score_gqa  gqa  = GGML_LAPROX_SCORE_GQA_MEAN;
 
     int64_t d_k       = 64;
     int64_t d_v       = 64;
@@ -131,6 +132,73 @@ static problem make_problem(const test_case & tc, uint32_t seed) {
     return p;
 }
 
+// attention of one query head, [w][n_kv]; masked columns and fully masked rows are 0
+static std::vector<double> attention(const problem & p, int64_t h) {
+    const test_case & tc = p.tc;
+
+    const int64_t g = h / (tc.n_head / tc.n_head_kv);
+
+    std::vector<double> attn(tc.w * tc.n_kv, 0.0);
+
+    for (int64_t t = 0; t < tc.w; ++t) {
+        double sum = 0.0;
+        for (int64_t i = 0; i < tc.n_kv; ++i) {
+            if (p.masked[t * tc.n_kv + i]) {
+                continue;
+            }
+            double dot = 0.0;
+            for (int64_t e = 0; e < tc.d_k; ++e) {
+                dot += p.q.f64[(t * tc.n_head + h) * tc.d_k + e] * p.k.f64[(i * tc.n_head_kv + g) * tc.d_k + e];
+            }
+            dot *= (double) p.scale;
+            if (tc.softcap != 0.0f) {
+                dot = tc.softcap * std::tanh(dot / tc.softcap);
+            }
+            attn[t * tc.n_kv + i] = std::exp(dot);
+            sum += attn[t * tc.n_kv + i];
+        }
+        for (int64_t i = 0; i < tc.n_kv && sum > 0.0; ++i) {
+            attn[t * tc.n_kv + i] /= sum;
+        }
+    }
+
+    return attn;
+}
+
+// statistic of column i of the attention
+static double column_stat(const test_case & tc, const std::vector<double> & attn, int64_t i) {
+    double a_max = 0.0;
+    double a_sum = 0.0;
+    double a_sqr = 0.0;
+    for (int64_t t = 0; t < tc.w; ++t) {
+        const double a = attn[t * tc.n_kv + i];
+        a_max          = std::max(a_max, a);
+        a_sum += a;
+        a_sqr += a * a;
+    }
+
+    return tc.stat == GGML_LAPROX_SCORE_MAX ? a_max : tc.stat == GGML_LAPROX_SCORE_L2 ? std::sqrt(a_sqr)
+                                                                                      : a_sum;
+}
+
+// ||v_i W_O^h||_2
+static double value_norm(const problem & p, int64_t h, int64_t i) {
+    const test_case & tc = p.tc;
+
+    const int64_t g = h / (tc.n_head / tc.n_head_kv);
+
+    double norm = 0.0;
+    for (int64_t o = 0; o < tc.d_model; ++o) {
+        double out = 0.0;
+        for (int64_t e = 0; e < tc.d_v; ++e) {
+            out += p.v.f64[(i * tc.n_head_kv + g) * tc.d_v + e] * p.w_o[(h * tc.d_v + e) * tc.d_model + o];
+        }
+        norm += out * out;
+    }
+
+    return std::sqrt(norm);
+}
+
 // the definition, [n_head_kv][n_kv]
 static std::vector<double> reference(const problem & p) {
     const test_case & tc = p.tc;
@@ -138,61 +206,27 @@ static std::vector<double> reference(const problem & p) {
     const int64_t n_gqa = tc.n_head / tc.n_head_kv;
 
     std::vector<double> res(tc.n_head_kv * tc.n_kv, 0.0);
-    std::vector<double> attn(tc.w * tc.n_kv);
 
-    for (int64_t h = 0; h < tc.n_head; ++h) {
-        const int64_t g = h / n_gqa;
-
-        for (int64_t t = 0; t < tc.w; ++t) {
-            double sum = 0.0;
-            for (int64_t i = 0; i < tc.n_kv; ++i) {
-                double & a = attn[t * tc.n_kv + i];
-                a          = 0.0;
-                if (p.masked[t * tc.n_kv + i]) {
-                    continue;
-                }
-                double dot = 0.0;
-                for (int64_t e = 0; e < tc.d_k; ++e) {
-                    dot += p.q.f64[(t * tc.n_head + h) * tc.d_k + e] * p.k.f64[(i * tc.n_head_kv + g) * tc.d_k + e];
-                }
-                dot *= (double) p.scale;
-                if (tc.softcap != 0.0f) {
-                    dot = tc.softcap * std::tanh(dot / tc.softcap);
-                }
-                a = std::exp(dot);
-                sum += a;
-            }
-            for (int64_t i = 0; i < tc.n_kv && sum > 0.0; ++i) {
-                attn[t * tc.n_kv + i] /= sum;
+    for (int64_t g = 0; g < tc.n_head_kv; ++g) {
+        std::vector<std::vector<double>> attn;
+        std::vector<double>              mean(tc.w * tc.n_kv, 0.0);
+        for (int64_t r = 0; r < n_gqa; ++r) {
+            attn.push_back(attention(p, g * n_gqa + r));
+            for (size_t j = 0; j < mean.size(); ++j) {
+                mean[j] += attn[r][j] / n_gqa;
             }
         }
 
         for (int64_t i = 0; i < tc.n_used; ++i) {
-            double a_max = 0.0;
-            double a_sum = 0.0;
-            double a_sqr = 0.0;
-            for (int64_t t = 0; t < tc.w; ++t) {
-                const double a = attn[t * tc.n_kv + i];
-                a_max          = std::max(a_max, a);
-                a_sum += a;
-                a_sqr += a * a;
-            }
-            double score = tc.stat == GGML_LAPROX_SCORE_MAX ? a_max : tc.stat == GGML_LAPROX_SCORE_L2 ? std::sqrt(a_sqr)
-                                                                                                      : a_sum;
+            double products = 0.0;
+            double norms    = 0.0;
+            for (int64_t r = 0; r < n_gqa; ++r) {
+                const double norm = tc.value ? value_norm(p, g * n_gqa + r, i) : 1.0;
 
-            if (tc.value) {
-                double norm = 0.0;
-                for (int64_t o = 0; o < tc.d_model; ++o) {
-                    double out = 0.0;
-                    for (int64_t e = 0; e < tc.d_v; ++e) {
-                        out += p.v.f64[(i * tc.n_head_kv + g) * tc.d_v + e] * p.w_o[(h * tc.d_v + e) * tc.d_model + o];
-                    }
-                    norm += out * out;
-                }
-                score *= std::sqrt(norm);
+                products += column_stat(tc, attn[r], i) * norm / n_gqa;
+                norms += norm / n_gqa;
             }
-
-            res[g * tc.n_kv + i] += score / n_gqa;
+            res[g * tc.n_kv + i] = tc.gqa == GGML_LAPROX_SCORE_GQA_MEAN ? products : column_stat(tc, mean, i) * norms;
         }
     }
 
@@ -232,8 +266,8 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
     ggml_tensor * mask_buf = ggml_new_tensor_2d(ctx, tc.type_m, tc.n_kv + (tc.strided ? 40 : 0), tc.w);
     ggml_tensor * mask     = ggml_view_2d(ctx, mask_buf, tc.n_kv, tc.w, mask_buf->nb[1], 0);
 
-    ggml_tensor * out = composed ? laprox_build_score_composed(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat)
-                                 : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat);
+    ggml_tensor * out = composed ? laprox_build_score_composed(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa)
+                                 : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa);
 
     ggml_cgraph * gf = ggml_new_graph(ctx);
     ggml_build_forward_expand(gf, out);
@@ -355,6 +389,20 @@ int main() {
         }
     }
 
+    for (int stat = 0; stat < 3; ++stat) {
+        for (bool value : { true, false }) {
+            names.push_back(std::string("group attention ") + stats[stat] + (value ? "" : " no-value"));
+            test_case tc;
+            tc.name  = names.back().c_str();
+            tc.stat  = (ggml_laprox_score_stat) stat;
+            tc.value = value;
+            tc.gqa   = GGML_LAPROX_SCORE_GQA_ATTENTION;
+            cases.push_back(tc);
+        }
+    }
+    cases.push_back(make_case("group attention, gqa 1", [](test_case & tc) { tc.n_head = tc.n_head_kv = 4; tc.gqa = GGML_LAPROX_SCORE_GQA_ATTENTION; }));
+    cases.push_back(make_case("group attention, gqa 7, w 7", [](test_case & tc) { tc.n_head = 14; tc.n_head_kv = 2; tc.w = 7; tc.gqa = GGML_LAPROX_SCORE_GQA_ATTENTION; tc.stat = GGML_LAPROX_SCORE_L2; }));
+    cases.push_back(make_case("group attention, masked query", [](test_case & tc) { tc.dead_row = true; tc.gqa = GGML_LAPROX_SCORE_GQA_ATTENTION; }));
     cases.push_back(make_case("contiguous", [](test_case & tc) { tc.strided = false; }));
     cases.push_back(make_case("mask f32", [](test_case & tc) { tc.type_m = GGML_TYPE_F32; }));
     cases.push_back(make_case("k f16, v q8_0", [](test_case & tc) { tc.type_v = GGML_TYPE_Q8_0; }));
