@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,16 @@ def methods() -> dict[str, type[EvictionPolicy]]:
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
     return dict(_METHODS)
+
+
+@dataclass(frozen=True)
+class PageReads:
+    """Decode steps that read some pages of the cache: see `methods.quest.Quest` for the fields."""
+
+    page: int
+    min_pages: int
+    dense: int
+    read: str
 
 
 @dataclass(frozen=True)
@@ -68,13 +79,15 @@ class EvictionPolicy:
     def check_model(self, model_path: str) -> None:
         """Raise ValueError when the method lacks something for this model."""
 
-    def n_read(self, n_rows: int) -> int | None:
-        """Rows per head that a decode step reads when `n_rows` are the budget; None: all of them."""
+    def page_reads(self) -> PageReads | None:
+        """How decode steps choose what they read; None: they read all that is kept."""
         return None
 
     @classmethod
     def parse(cls, spec: str | EvictionPolicy) -> EvictionPolicy:
         """`"laprox"`, `"laprox:preset=paper:window=16"`, `"criticalkv:pool=reach12:0.3"`; a policy comes back as it is.
+
+        `"laprox+quest:read=256"` reads pages of what LaProx leaves.
 
         Raises ValueError for an unknown method, option or value.
         """
@@ -82,7 +95,8 @@ class EvictionPolicy:
             return spec
         if not isinstance(spec, str):
             raise ValueError(f"kv_evict is {spec!r}, expected a string such as 'laprox', an EvictionPolicy or None")
-        name, *parts = spec.strip().split(":")
+        below, plus, above = spec.strip().rpartition("+")
+        name, *parts = above.split(":")
         known = methods()
         if name not in known:
             raise ValueError(f"unknown eviction method {name!r}, expected one of {', '.join(sorted(known))}")
@@ -92,16 +106,23 @@ class EvictionPolicy:
             if key not in kinds:
                 raise ValueError(f"unknown option {key!r} in {spec!r}, expected one of {', '.join(sorted(kinds))}")
             options[key] = from_text(key, value, kinds[key])
+        if plus:
+            if "base" not in kinds:
+                raise ValueError(f"{name!r} cannot follow '+' in {spec!r}, expected 'quest'")
+            options["base"] = str(cls.parse(below))
         return known[name](**options)
 
     def _defaults(self) -> dict[str, Any]:
         return {f.name: f.default for f in fields(self)}
 
+    def _spec(self, hidden: Collection[str] = ()) -> str:
+        defaults = self._defaults()
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
+        return ":".join([self.name, *(f"{key}={value}" for key, value in values.items() if value != defaults[key])])
+
     def __str__(self) -> str:
         """The shortest spec that parses back to this policy."""
-        defaults = self._defaults()
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return ":".join([self.name, *(f"{key}={value}" for key, value in values.items() if value != defaults[key])])
+        return self._spec()
 
 
 def _options(spec: str, parts: list[str]) -> dict[str, str]:
