@@ -27,6 +27,7 @@ NORMALIZE = {"none": 0, "residual": 1, "layer_sum": 2, "zscore": 3}
 ALLOC = {"model": 0, "layer": 1, "head": 2}
 STORE_RAGGED = 0
 STORE_MASK = 1  # oracle for tests: the full cache stays, evicted rows are masked
+STORE_ASIDE = 2  # the full prompt waits for `restore`
 
 
 class ContextParams(ctypes.Structure):
@@ -87,6 +88,7 @@ class Stats(ctypes.Structure):
         ("t_plan_ms", c_double),
         ("t_commit_ms", c_double),
         ("t_total_ms", c_double),
+        ("bytes_aside", c_uint64),
     ]
 
 
@@ -117,6 +119,7 @@ _get_scores = _declare("laprox_get_scores", c_int32, c_void_p, POINTER(c_float),
 _get_residual = _declare("laprox_get_residual", c_int32, c_void_p, POINTER(c_float), c_size_t)
 _evict = _declare("laprox_evict", c_int32, c_void_p, POINTER(PlanParams), c_int32)
 _set_kept = _declare("laprox_set_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_int32)
+_restore = _declare("laprox_restore", c_int32, c_void_p)
 _get_kept = _declare("laprox_get_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_size_t)
 _get_rows = _declare(
     "laprox_get_rows", c_int32, c_void_p, c_int32, c_uint32, POINTER(c_uint32), POINTER(c_float), c_size_t
@@ -275,6 +278,11 @@ def set_kept(ctx: Any, kept: Sequence[npt.NDArray[np.int32]], store: int = STORE
     n_kept = np.array([len(k) for k in kept], np.uint32)
     pos = np.concatenate([np.asarray(k, np.int32) for k in kept])
     _check(_set_kept(ctx, _ptr(n_kept, c_uint32), _ptr(pos, c_int32), store))
+
+
+def restore(ctx: Any) -> None:
+    """Back to the full prompt of a cache that was evicted with STORE_ASIDE; later tokens removed first."""
+    _check(_restore(ctx))
 
 
 def kept(ctx: Any) -> list[npt.NDArray[np.int32]]:

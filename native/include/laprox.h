@@ -94,6 +94,8 @@ enum laprox_store {
     LAPROX_STORE_RAGGED = 0, // kept rows move into ragged storage, the prompt buffer is freed
     LAPROX_STORE_MASK   = 1, // oracle: the full cache stays, evicted rows are masked; CPU only, frees nothing. Once the
                              // later tokens are removed, the same prompt may be scored and evicted again
+    LAPROX_STORE_ASIDE  = 2, // as RAGGED, but the prompt's rows stay aside until laprox_restore(): one prefill for
+                             // many kept sets
 };
 
 //
@@ -154,6 +156,7 @@ struct laprox_stats {
     double   t_plan_ms;
     double   t_commit_ms;
     double   t_total_ms;     // laprox_accumulate, since the cache was cleared
+    uint64_t bytes_aside;    // rows kept aside (LAPROX_STORE_ASIDE), not in bytes_now
 };
 
 LLAMA_API uint32_t     laprox_abi_version(void);
@@ -224,6 +227,10 @@ LLAMA_API int32_t laprox_evict(struct llama_context * ctx, const struct laprox_p
 
 // commit a kept set made elsewhere: n_kept[n_head_kv] candidates of each head, pos[] ascending, head after head
 LLAMA_API int32_t laprox_set_kept(struct llama_context * ctx, const uint32_t * n_kept, const llama_pos * pos, int32_t store);
+
+// Back to the full prompt of a cache that was evicted with LAPROX_STORE_ASIDE: it may be decoded, scored and evicted
+// again. Later tokens must be removed first (llama_memory_seq_rm from the prompt's end on).
+LLAMA_API int32_t laprox_restore(struct llama_context * ctx);
 
 // what an evicted cache holds: n_kept[n_head_kv] (window excluded), and, when pos is not NULL, the positions (n of them)
 LLAMA_API int32_t laprox_get_kept(struct llama_context * ctx, uint32_t * n_kept, llama_pos * pos, size_t n);

@@ -99,7 +99,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     if (ragged()) {
         laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it first");
     }
-    if (store != LAPROX_STORE_RAGGED && store != LAPROX_STORE_MASK) {
+    if (store < LAPROX_STORE_RAGGED || store > LAPROX_STORE_ASIDE) {
         laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
     }
     if (n_prompt == 0 || n_window == 0 || n_window > n_prompt) {
@@ -154,10 +154,10 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     swap_kept();
 
     try {
-        if (store == LAPROX_STORE_RAGGED) {
-            commit_ragged(cells, n_cand_new);
-        } else {
+        if (store == LAPROX_STORE_MASK) {
             commit_masked(cells, n_cand_new);
+        } else {
+            commit_ragged(cells, n_cand_new, store == LAPROX_STORE_ASIDE);
         }
     } catch (...) {
         swap_kept();
@@ -168,7 +168,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     n_cand     = n_cand_new;
     stale      = true;
 
-    if (ragged()) {
+    if (ragged() && aside.empty()) {
         // what only scoring and masking needed
         for (auto & layer : layers) {
             layer.q_obs     = nullptr;
@@ -195,7 +195,11 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     stats.t_commit_ms = (ggml_time_us() - t_start_us) / 1000.0;
 }
 
-void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
+void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new, bool keep_aside) {
+    if (keep_aside && !per_layer) {
+        grow_full(n_rows()); // into buffers that can be set aside one by one
+    }
+
     const uint32_t n_tail_new = n_prompt - n_cand_new;
     const uint32_t n_cap      = n_tail_new + params.n_reserve;
 
@@ -233,6 +237,12 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
             }
         }
 
+        if (keep_aside) {
+            auto & cur = kv.layers[ikv];
+
+            aside.push_back({ std::move(kv.ctxs_bufs[ikv]), cur.k, cur.v, cur.k_stream, cur.v_stream });
+        }
+
         adopt(ikv, std::move(rows[ikv]));
     }
 
@@ -244,6 +254,46 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
     n_tail_cap = n_cap;
     n_append   = 0;
     phase      = LAPROX_PHASE_RAGGED;
+}
+
+void laprox_kv::restore() {
+    if (aside.empty()) {
+        laprox_throw(LAPROX_E_STATE, "there is no prompt aside; evict it with LAPROX_STORE_ASIDE first");
+    }
+    if (kv.v_cells[0].seq_pos_max(0) + 1 != (llama_pos) n_prompt) {
+        laprox_throw(LAPROX_E_STATE, format("the cache ends at position %d, the prompt that is aside at %u; remove the later tokens first", kv.v_cells[0].seq_pos_max(0), n_prompt - 1));
+    }
+
+    lctx->synchronize();
+
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        auto & old = aside[ikv];
+        auto & cur = kv.layers[ikv];
+
+        cur.k        = old.k;
+        cur.v        = old.v;
+        cur.k_stream = std::move(old.k_stream);
+        cur.v_stream = std::move(old.v_stream);
+
+        kv.ctxs_bufs[ikv] = std::move(old.ctx_buf);
+
+        layers[ikv].kept.clear();
+        layers[ikv].row0.clear();
+    }
+
+    aside.clear();
+    tail.clear();
+
+    n_tail_cap = 0;
+    n_append   = 0;
+    n_kept_max = 0;
+    n_cand     = 0;
+    phase      = LAPROX_PHASE_FULL;
+    stale      = true;
+
+    stats.evicted = false;
+
+    laprox_trim();
 }
 
 void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {

@@ -102,12 +102,21 @@ uint64_t laprox_kv::n_bytes_other() const {
     return iswa ? iswa->get_swa()->total_size() : 0;
 }
 
+uint64_t laprox_kv::n_bytes_aside() const {
+    uint64_t n = 0;
+    for (const auto & rows : aside) {
+        n += ggml_backend_buffer_get_size(rows.ctx_buf.second.get());
+    }
+
+    return n;
+}
+
 uint64_t laprox_kv::n_bytes_now() const {
     return kv.total_size() + n_bytes_other();
 }
 
 void laprox_kv::note_bytes(uint64_t extra) {
-    stats.bytes_peak = std::max<uint64_t>(stats.bytes_peak, n_bytes_now() + extra);
+    stats.bytes_peak = std::max<uint64_t>(stats.bytes_peak, n_bytes_now() + n_bytes_aside() + extra);
 }
 
 //
@@ -347,6 +356,7 @@ void laprox_kv::clear() {
     stats.t_total_ms = 0.0;
 
     tail.clear();
+    aside.clear();
     n_append   = 0;
     n_tail_cap = 0;
     n_cand     = 0;

@@ -143,6 +143,7 @@ public:
     void                    get_rows(int32_t kind, uint32_t ikv, float * dst) const;
 
     void commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store);
+    void restore();
 
     //
     // state, read by the C interface
@@ -176,6 +177,7 @@ public:
     uint64_t n_bytes_row() const; // one position in all heads and layers, K and V
     uint64_t n_bytes_now() const;
     uint64_t n_bytes_other() const;
+    uint64_t n_bytes_aside() const;
 
     uint32_t n_tail() const { return tail.size(); }
 
@@ -197,6 +199,19 @@ private:
     uint32_t               n_append   = 0; // rows of the current ubatch, the last ones of the tail
 
     bool per_layer = false;  // the KV cache's buffers are one per layer
+
+    // rows of the full prompt while another kept set of it is tried, [n_layer] or empty
+    struct rows_aside {
+        std::pair<ggml_context_ptr, ggml_backend_buffer_ptr> ctx_buf;
+
+        ggml_tensor * k;
+        ggml_tensor * v;
+
+        std::vector<ggml_tensor *> k_stream;
+        std::vector<ggml_tensor *> v_stream;
+    };
+
+    std::vector<rows_aside> aside;
 
     ggml_context_ptr        ctx_obs;
     ggml_backend_buffer_ptr buf_obs;
@@ -225,7 +240,7 @@ private:
     void reset_full();
     void ensure(uint32_t n_tokens, bool exact);
 
-    void commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new);
+    void commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new, bool keep_aside);
     void commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new);
 
     std::vector<uint32_t> cells_by_pos() const; // [n_prompt], cell of each position; throws if there are gaps

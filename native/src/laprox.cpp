@@ -372,6 +372,12 @@ int32_t laprox_set_kept(llama_context * ctx, const uint32_t * n_kept, const llam
     });
 }
 
+int32_t laprox_restore(llama_context * ctx) {
+    return laprox_guard([&] {
+        laprox_get(ctx).restore();
+    });
+}
+
 int32_t laprox_get_kept(llama_context * ctx, uint32_t * n_kept, llama_pos * pos, size_t n) {
     return laprox_guard([&] {
         const auto & lx = laprox_get(ctx);
@@ -414,6 +420,7 @@ int32_t laprox_get_stats(llama_context * ctx, laprox_stats * stats) {
         res.n_appended  = lx.n_tail() > res.n_window && lx.evicted() ? lx.n_tail() - res.n_window : 0;
         res.bytes_now   = lx.n_bytes_now();
         res.bytes_other = lx.n_bytes_other();
+        res.bytes_aside = lx.n_bytes_aside();
 
         laprox_write(stats, res);
     });

@@ -1,0 +1,115 @@
+"""LAPROX_STORE_ASIDE: one prefill, many kept sets; each as if it were the only one, and the full cache comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lowlevel import Context, W, golden
+
+from laprox_llamacpp import StateError, _native
+
+IDS = golden("smollm2-135m")["ids"]
+N = 260
+NEXT = [42, 7, 99, 1234, 5]
+
+
+@pytest.fixture
+def ctx(smol_path: Path) -> Iterator[Context]:
+    with Context(smol_path, n_ctx=512) as made:
+        made.prefill(IDS[:N])
+        yield made
+
+
+def logits(ctx: Context) -> list[Any]:
+    return [ctx.decode([t]) for t in NEXT]
+
+
+def evict(ctx: Context, budget: float, spec: str = "laprox") -> list[Any]:
+    ctx.score(spec)
+    _native.evict(ctx.ptr, ctx.plan(budget, spec), _native.STORE_ASIDE)
+    return _native.kept(ctx.ptr)
+
+
+def back(ctx: Context) -> None:
+    assert ctx.cut(N)
+    _native.restore(ctx.ptr)
+
+
+@pytest.mark.parametrize("n", [N, 200])  # 200: the first buffers, one for all layers
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_each_kept_set_is_as_if_it_were_the_only_one(smol_path: Path, n: int, kind: str) -> None:
+    cells = [("laprox", 0.2), ("laprox:preset=paper", 0.4), ("laprox", 0.6)]
+    alone = []
+    for spec, budget in cells:
+        with Context(smol_path, n_ctx=512, type_k=kind) as one:
+            one.prefill(IDS[:n])
+            kept = one.evict(budget, spec)
+            alone.append((kept, logits(one)))
+    with Context(smol_path, n_ctx=512, type_k=kind) as full:
+        full.prefill(IDS[:n])
+        want_full = logits(full)
+    with Context(smol_path, n_ctx=512, type_k=kind) as many:
+        many.prefill(IDS[:n])
+        for (spec, budget), (want_kept, want) in zip(cells, alone):
+            kept = evict(many, budget, spec)
+            assert all(np.array_equal(a, b) for a, b in zip(kept, want_kept))
+            assert all(np.array_equal(a, b) for a, b in zip(logits(many), want))
+            assert many.cut(n)
+            _native.restore(many.ptr)
+            assert not many.stats().evicted
+        assert all(np.array_equal(a, b) for a, b in zip(logits(many), want_full))
+
+
+def test_growth_of_the_reserve_does_not_touch_what_is_aside(smol_path: Path) -> None:
+    with Context(smol_path, n_ctx=512, n_reserve=4) as ctx:
+        ctx.prefill(IDS[:N])
+        want = logits(ctx)
+        assert ctx.cut(N)
+        evict(ctx, 0.3)
+        for token in IDS[:20]:
+            ctx.decode([token])
+        assert ctx.stats().n_grown > 0
+        back(ctx)
+        assert all(np.array_equal(a, b) for a, b in zip(logits(ctx), want))
+
+
+def test_bytes_are_told_apart(ctx: Context) -> None:
+    full = ctx.stats().bytes_now
+    evict(ctx, 0.2)
+    stats = ctx.stats()
+    assert stats.bytes_aside == full and stats.bytes_now < full
+    assert stats.bytes_peak >= full + stats.bytes_now
+    back(ctx)
+    assert (ctx.stats().bytes_now, ctx.stats().bytes_aside) == (full, 0)
+    evict(ctx, 0.2)
+    ctx.clear()
+    assert ctx.stats().bytes_aside == 0
+
+
+def test_restore_in_the_wrong_state(ctx: Context) -> None:
+    with pytest.raises(StateError, match="no prompt aside"):
+        _native.restore(ctx.ptr)
+    evict(ctx, 0.3)
+    ctx.decode([1])
+    with pytest.raises(StateError, match=f"ends at position {N}, .* remove the later tokens first"):
+        _native.restore(ctx.ptr)
+    with pytest.raises(StateError, match="already evicted"):
+        ctx.score()
+    back(ctx)
+    with pytest.raises(StateError, match="no prompt aside"):
+        _native.restore(ctx.ptr)
+    ctx.evict(0.3)  # for good
+    assert ctx.cut(N)
+    with pytest.raises(StateError, match="no prompt aside"):
+        _native.restore(ctx.ptr)
+
+
+def test_cut_into_the_window_cannot_come_back(ctx: Context) -> None:
+    evict(ctx, 0.3)
+    assert ctx.cut(N - W + 3)
+    with pytest.raises(StateError, match="ends at position"):
+        _native.restore(ctx.ptr)
