@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .parts.options import from_text, int_at_least
+from .parts.options import from_spec, int_at_least
 
 if TYPE_CHECKING:
     from .observed import ObservedPrompt
@@ -100,14 +100,9 @@ class EvictionPolicy:
         known = methods()
         if name not in known:
             raise ValueError(f"unknown eviction method {name!r}, expected one of {', '.join(sorted(known))}")
-        kinds = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in fields(known[name])}
-        options: dict[str, Any] = {}
-        for key, value in _options(spec, parts).items():
-            if key not in kinds:
-                raise ValueError(f"unknown option {key!r} in {spec!r}, expected one of {', '.join(sorted(kinds))}")
-            options[key] = from_text(key, value, kinds[key])
+        options = from_spec(spec, parts, known[name])
         if plus:
-            if "base" not in kinds:
+            if "base" not in known[name].__dataclass_fields__:
                 raise ValueError(f"{name!r} cannot follow '+' in {spec!r}, expected 'quest'")
             options["base"] = str(cls.parse(below))
         return known[name](**options)
@@ -123,21 +118,3 @@ class EvictionPolicy:
     def __str__(self) -> str:
         """The shortest spec that parses back to this policy."""
         return self._spec()
-
-
-def _options(spec: str, parts: list[str]) -> dict[str, str]:
-    """name=value parts of a spec by name; a value may hold colons (pool=reach12:0.3)."""
-    options: dict[str, str] = {}
-    key = ""
-    for part in parts:
-        name, eq, value = part.partition("=")
-        if eq:
-            key = name.strip()
-            if key in options:
-                raise ValueError(f"option {key!r} is given twice in {spec!r}")
-            options[key] = value.strip()
-        elif key:
-            options[key] += ":" + part.strip()
-        else:
-            raise ValueError(f"{part!r} in {spec!r} is not an option, expected name=value")
-    return options

@@ -73,15 +73,13 @@ def snapkv(layer: Layer) -> kvpress.ScorerPress:
 class Case:
     """Our spec, kvpress's press, and a spec with one setting changed, which must not pass.
 
-    `candidates`: the press is given the candidates alone. `n_sure`: heads with fewer candidates are compared by their
-    number alone.
+    `candidates`: the press is given the candidates alone.
     """
 
     spec: str
     press: Callable[[Layer], Any]
     other: str
     candidates: bool = False
-    n_sure: int = 0
 
 
 CASES = [
@@ -106,7 +104,6 @@ CASES = [
         lambda x: kvpress.CriticalAdaKVPress(Candidates(snapkv(x), x), alpha_safeguard=0.2, first_stage_ratio=0.5),
         "criticalkv:alloc=guard0.2:first=0.7",
         candidates=True,
-        n_sure=2 * int(0.2 * K),  # kvpress never drops the floor in the second stage: more than a small head's half
     ),
 ]
 
@@ -191,13 +188,11 @@ def kept(model: str, case: Case, spec: str) -> list[list[tuple[Any, Any]]]:
     return [list(zip(kept_by_kvpress(case, layer, policy.window), heads)) for layer in seen.layers]
 
 
-def jaccard(layers: list[list[tuple[Any, Any]]], n_sure: int) -> npt.NDArray[np.float64]:
-    """Index of each layer that has a head with `n_sure` candidates; the others are compared by their number."""
-    big = [[(a, b) for a, b in pairs if max(len(a), len(b)) >= n_sure] for pairs in layers]
-    assert sum(map(len, big)) > sum(map(len, layers)) / 2
+def jaccard(layers: list[list[tuple[Any, Any]]]) -> npt.NDArray[np.float64]:
+    """Index of each layer."""
     return np.array([
         sum(len(np.intersect1d(a, b)) for a, b in pairs) / sum(len(np.union1d(a, b)) for a, b in pairs)
-        for pairs in big if pairs
+        for pairs in layers
     ])  # fmt: skip
 
 
@@ -205,7 +200,7 @@ def jaccard(layers: list[list[tuple[Any, Any]]], n_sure: int) -> npt.NDArray[np.
 @pytest.mark.parametrize("model", MODELS)
 def test_keeps_what_kvpress_keeps(model: str, case: Case) -> None:
     layers = kept(model, case, case.spec)
-    index = jaccard(layers, case.n_sure)
+    index = jaccard(layers)
     moved = max(abs(len(a) - len(b)) for pairs in layers for a, b in pairs)
     print(f"\n{model} {case.spec}: Jaccard {index.min():.4f} at least, counts differ by {moved}")
     print(" ".join(f"{x:.3f}" for x in index))
@@ -215,6 +210,6 @@ def test_keeps_what_kvpress_keeps(model: str, case: Case) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.other)
 def test_tells_another_setting_apart(case: Case) -> None:
-    index = jaccard(kept(MODELS[0], case, case.other), case.n_sure)
+    index = jaccard(kept(MODELS[0], case, case.other))
     print(f"\n{case.other}: Jaccard {index.min():.4f} to {index.max():.4f}")
     assert index.min() < LEAST

@@ -39,7 +39,10 @@ class CriticalKV(SnapKV, name="criticalkv"):
 
     def select(self, prompt: ObservedPrompt, scores: Scores, k: int) -> Kept:
         """In two stages."""
-        counts = Alloc.parse(self.alloc).counts(prompt, scores, self.rows(prompt), k, self.protect_sinks)
-        early = prompt.top_of_each(scores, [int(self.first * n) for n in counts], self.protect_sinks)
+        alloc = Alloc.parse(self.alloc)
+        counts = alloc.counts(prompt, scores, self.rows(prompt), k, self.protect_sinks)
+        early = prompt.top_of_each(
+            scores, [max(int(self.first * n), alloc.floor(k)) for n in counts], self.protect_sinks
+        )  # what the allocation made safe stays safe
         late = (scores + _EPSILON) * self.shared(prompt, prompt.score("none", "l1"))
         return prompt.top_of_each(promote(late, early), counts, self.protect_sinks)

@@ -31,7 +31,8 @@ class Alloc:
     layer          one top-K in each layer
     head           k in each head (SnapKV, H2O)
     adakv<alpha>   (1 - alpha) f_g + alpha k in row g, rounded by largest remainder (AdaKV, arXiv 2407.11550)
-    guard<alpha>   one top-K in each layer, after each row has kept its own best alpha k (kvpress's form of AdaKV)
+    guard<alpha>   one top-K in each layer, after each row has kept its own best alpha k (kvpress's rule for AdaKV; it
+                   counts the window in that floor)
     pyramid<beta>  k falls linearly from layer 0 to k / beta in the last (PyramidKV, arXiv 2406.02069)
     """
 
@@ -69,9 +70,13 @@ class Alloc:
         if self.kind in ("model", "layer", "head"):
             return prompt.top(scores, rows, k * len(scores), self.kind, sinks)
         if self.kind == "guard":
-            own = prompt.top(scores, rows, int(self.value * k) * len(scores), "head", sinks)
+            own = prompt.top(scores, rows, self.floor(k) * len(scores), "head", sinks)
             return prompt.top(promote(scores, own), rows, k * len(scores), "layer", sinks)
         return prompt.top_of_each(scores, self._counts(prompt, scores, rows, k, sinks), sinks)
+
+    def floor(self, k: int) -> int:
+        """Best entries of each row that are safe, whatever the others have."""
+        return int(self.value * k) if self.kind == "guard" else 0
 
     def counts(self, prompt: ObservedPrompt, scores: Scores, rows: Sequence[int], k: int, sinks: int = 0) -> list[int]:
         """Kept candidates of each row; arguments as `select`."""

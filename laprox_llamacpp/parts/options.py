@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 
@@ -23,8 +25,31 @@ def fraction(what: str, value: object) -> None:
         raise ValueError(f"{what} is {value!r}, expected a number from 0 to 1")
 
 
-def from_text(what: str, text: str, kind: str) -> Any:
-    """An option's value from a spec; `kind` is the field's annotation, int, float or str."""
+def from_spec(spec: str, parts: Sequence[str], target: Any) -> dict[str, Any]:
+    """Values for the fields of a dataclass from the name=value `parts` of a spec; a value may hold colons.
+
+    Fields are int, float or str. `spec` is for the text of the ValueError.
+    """
+    kinds = {f.name: f.type if isinstance(f.type, str) else f.type.__name__ for f in fields(target)}
+    texts: dict[str, str] = {}
+    key = ""
+    for part in parts:
+        name, eq, value = part.partition("=")
+        if eq:
+            key = name.strip()
+            if key in texts:
+                raise ValueError(f"option {key!r} is given twice in {spec!r}")
+            if key not in kinds:
+                raise ValueError(f"unknown option {key!r} in {spec!r}, expected one of {', '.join(sorted(kinds))}")
+            texts[key] = value.strip()
+        elif key:
+            texts[key] += ":" + part.strip()
+        else:
+            raise ValueError(f"{part!r} in {spec!r} is not an option, expected name=value")
+    return {key: _from_text(key, text, kinds[key]) for key, text in texts.items()}
+
+
+def _from_text(what: str, text: str, kind: str) -> Any:
     if kind == "str":
         return text
     try:

@@ -1,0 +1,204 @@
+"""Runs a task over samples and cells: resumable, in shards, with one JSON line a sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from .. import __version__, _native
+from .cells import FULL, Cell, grid
+from .session import Session
+from .task import Task
+
+RUN_FILE = "run.json"
+SAMPLES = "samples*.jsonl"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be measured.
+
+    Args:
+        task: the task with its options.
+        model_path: a GGUF file.
+        methods, budgets: the grid of cells; the full cache is always measured, first.
+        kv_types: types of K and V, one context each.
+        n_samples: samples of the whole run, over all shards.
+        shard: (i, n): samples with index % n == i.
+        n_threads: for prefill and decode.
+    """
+
+    task: Task
+    model_path: Path
+    methods: Sequence[str]
+    budgets: Sequence[str]
+    kv_types: Sequence[str] = ("f16",)
+    n_samples: int = 20
+    shard: tuple[int, int] = (0, 1)
+    n_threads: int = os.cpu_count() or 1
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Of every sample and KV type."""
+        return grid(self.methods, self.budgets)
+
+    def setup(self) -> dict[str, Any]:
+        """What makes two runs the same: only such records may be in one folder."""
+        return {
+            "task": self.task.name,
+            "options": dataclasses.asdict(self.task),  # type: ignore[call-overload]
+            "metric": self.task.metric,
+            "higher": self.task.higher,
+            "model": self.model_path.name,
+            "model_sha256": sha256(self.model_path),
+            "cells": [c.name for c in self.cells],
+            "kv_types": list(self.kv_types),
+            "n_samples": self.n_samples,
+        }
+
+    @property
+    def samples_file(self) -> str:
+        """Records of this shard."""
+        i, n = self.shard
+        return "samples.jsonl" if n == 1 else f"samples-{i}-of-{n}.jsonl"
+
+
+def sha256(path: Path) -> str:
+    """Of the whole file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def machine() -> dict[str, Any]:
+    """Where a run is made, and by what."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "laprox_llamacpp": __version__,
+        "llama_cpp_python": llama_cpp.__version__,
+        "python": platform.python_version(),
+        "build": _native.build_info(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}",
+    }
+
+
+def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda done, total: None) -> list[dict[str, Any]]:
+    """Measure what is not in `out` yet, a line as soon as a sample is done; returns the records of this shard.
+
+    Args:
+        spec: what to measure.
+        out: folder of run.json and the samples; made if it is missing.
+        on_sample: called with the samples done and in all, first before any is measured.
+
+    Raises:
+        ValueError: `out` holds another run.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    setup = spec.setup()
+    _claim(out / RUN_FILE, setup)
+    file = out / spec.samples_file
+    records = {(r["kv_type"], r["index"]): r for r in read(file)}
+    i, n = spec.shard
+    todo = [(t, s) for t in spec.kv_types for s in range(spec.n_samples) if s % n == i and (t, s) not in records]
+    total = len(todo) + len(records)
+    on_sample(len(records), total)
+    with file.open("a", encoding="utf-8") as f:
+        for kv_type in spec.kv_types:
+            indices = [s for t, s in todo if t == kv_type]
+            for record in _measure(spec, kv_type, indices) if indices else ():
+                records[kv_type, record["index"]] = record
+                f.write(json.dumps(record) + "\n")
+                f.flush()
+                on_sample(len(records), total)
+    return list(records.values())
+
+
+def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+    session = Session(
+        str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
+        n_threads=spec.n_threads, n_threads_batch=spec.n_threads,
+    )  # fmt: skip
+    try:
+        for index in indices:
+            sample = spec.task.sample(session, index)
+            session.prefill(sample.tokens)
+            with session.under(None):
+                measured = {FULL: {**spec.task.measure(session, sample), **session.cost()}}
+            for cell in spec.cells:
+                with session.under(cell):
+                    measured[cell.name] = {**spec.task.measure(session, sample), **session.cost()}
+            yield {
+                "index": index,
+                "kv_type": kv_type,
+                "n_prompt": len(sample.tokens),
+                "prefill_s": round(session.prefill_s, 3),
+                "info": sample.info,
+                "cells": measured,
+            }
+    finally:
+        session.close()
+
+
+def _claim(file: Path, setup: dict[str, Any]) -> None:
+    """Write run.json, or check that the folder's is of the same run."""
+    if not file.exists():
+        draft = file.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n", encoding="utf-8")
+        draft.replace(file)
+        return
+    theirs = json.loads(file.read_text(encoding="utf-8"))["setup"]
+    different = [key for key in setup if json.loads(json.dumps(setup[key])) != theirs.get(key)]
+    if different:
+        raise ValueError(
+            f"{file.parent} holds another run ({', '.join(different)} differ); choose another --out, or remove it"
+        )
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Records of a file; a last line that a kill cut short is dropped from the file, too."""
+    if not file.exists():
+        return []
+    data = file.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        file.write_bytes(whole)
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def merge(folders: Sequence[Path], out: Path) -> int:
+    """Put the samples of shards that ran elsewhere into one folder; returns how many records it holds.
+
+    Raises ValueError when the folders hold different runs.
+    """
+    records: dict[tuple[str, int], dict[str, Any]] = {}
+    out.mkdir(parents=True, exist_ok=True)
+    for folder in folders:
+        if not (folder / RUN_FILE).exists():
+            raise ValueError(f"{folder} holds no {RUN_FILE}, expected the --out of an eval")
+        head = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+        if not (out / RUN_FILE).exists():
+            (out / RUN_FILE).write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
+        _claim(out / RUN_FILE, head["setup"])
+        for file in sorted(folder.glob(SAMPLES)):
+            records.update({(r["kv_type"], r["index"]): r for r in read(file)})
+    for file in out.glob(SAMPLES):
+        records.update({(r["kv_type"], r["index"]): r for r in read(file)})
+        file.unlink()
+    lines = "".join(json.dumps(records[key]) + "\n" for key in sorted(records))
+    (out / "samples.jsonl").write_text(lines, encoding="utf-8")
+    return len(records)

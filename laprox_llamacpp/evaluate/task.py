@@ -1,0 +1,62 @@
+"""What a task is: samples, and what is measured on each state of the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..parts.options import from_spec
+from .session import Session
+
+
+@dataclass
+class Sample:
+    """One prompt of a task.
+
+    Args:
+        index: number of the sample; with the task's seed it decides everything about it.
+        tokens: the prompt, window last.
+        info: what the record says about the sample (depth, kind, expected answers ...), JSON values.
+        memo: for the task itself: what `measure` keeps from the full cache for the cells after it.
+    """
+
+    index: int
+    tokens: list[int]
+    info: dict[str, Any]
+    memo: dict[str, Any] = field(default_factory=dict)
+
+
+class Task:
+    """A kind of measurement. Subclasses are dataclasses whose fields are the options on the command line.
+
+    `higher` names the metric that tables and plots show, and whether more of it is better.
+    """
+
+    name: ClassVar[str]
+    metric: ClassVar[str]
+    higher: ClassVar[bool] = True
+
+    @classmethod
+    def parse(cls, spec: str) -> Task:
+        """`"needle"`, `"needle:kind=multikey:tokens=4096"`. Raises ValueError for an unknown task, option or value."""
+        from .tasks import TASKS
+
+        name, *parts = spec.strip().split(":")
+        if name not in TASKS:
+            raise ValueError(f"unknown task {name!r}, expected one of {', '.join(sorted(TASKS))}")
+        made: Task = TASKS[name](**from_spec(spec, parts, TASKS[name]))
+        return made
+
+    @property
+    def n_ctx(self) -> int:
+        """Context that the samples need, in tokens."""
+        raise NotImplementedError
+
+    def sample(self, session: Session, index: int) -> Sample:
+        """Sample `index`, the same for the same task options."""
+        raise NotImplementedError
+
+    def measure(self, session: Session, sample: Sample) -> Mapping[str, Any]:
+        """Numbers and texts for the cache as it is; called with the full cache first. Must hold `metric`."""
+        raise NotImplementedError

@@ -1,0 +1,10 @@
+"""The tasks by name; each is one file."""
+
+from __future__ import annotations
+
+from ..task import Task
+from .continuation import Continuation
+from .multi_question import MultiQuestion
+from .needle import Needle
+
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Continuation, MultiQuestion, Needle)}
