@@ -52,6 +52,16 @@ class PlanParams(ctypes.Structure):
     ]
 
 
+class PagesParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("page_size", c_uint32),
+        ("n_pages_min", c_uint32),
+        ("n_layer_dense", c_uint32),
+        ("n_rows", c_uint32),
+    ]
+
+
 class Shape(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -80,6 +90,9 @@ class Stats(ctypes.Structure):
         ("t_score_ms", c_double),
         ("t_plan_ms", c_double),
         ("t_commit_ms", c_double),
+        ("rows_read", c_uint64),
+        ("rows_dense", c_uint64),
+        ("bytes_pages", c_uint64),
     ]
 
 
@@ -97,6 +110,7 @@ _last_error = _declare("laprox_last_error", c_char_p)
 _context_default_params = _declare("laprox_context_default_params", c_int32, POINTER(ContextParams))
 _score_default_params = _declare("laprox_score_default_params", c_int32, POINTER(ScoreParams))
 _plan_default_params = _declare("laprox_plan_default_params", c_int32, POINTER(PlanParams))
+_pages_default_params = _declare("laprox_pages_default_params", c_int32, POINTER(PagesParams))
 _set_next = _declare("laprox_set_next", c_int32, POINTER(ContextParams))
 _enabled = _declare("laprox_enabled", c_bool, c_void_p)
 _reserve = _declare("laprox_reserve", c_int32, c_void_p, c_uint32)
@@ -110,6 +124,7 @@ _evict = _declare("laprox_evict", c_int32, c_void_p, POINTER(PlanParams), c_int3
 _set_kept = _declare("laprox_set_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_int32)
 _get_kept = _declare("laprox_get_kept", c_int32, c_void_p, POINTER(c_uint32), POINTER(c_int32), c_size_t)
 _get_stats = _declare("laprox_get_stats", c_int32, c_void_p, POINTER(Stats))
+_set_pages = _declare("laprox_set_pages", c_int32, c_void_p, POINTER(PagesParams))
 _set_reference_kernels = _declare("laprox_set_reference_kernels", c_int32, c_void_p, c_bool)
 _plan = _declare(
     "laprox_plan",
@@ -175,6 +190,14 @@ def plan_params(policy: EvictionPolicy, n_keep: int) -> PlanParams:
     params.alloc = ALLOC[policy.alloc]
     params.n_sink = policy.sinks
     params.n_keep = n_keep
+    return params
+
+
+def pages_params(n_rows: int) -> PagesParams:
+    """Defaults; each query head attends to `n_rows` rows, rounded down to pages, per step."""
+    params = PagesParams(ctypes.sizeof(PagesParams))
+    _check(_pages_default_params(ctypes.byref(params)))
+    params.n_rows = n_rows
     return params
 
 
@@ -259,6 +282,11 @@ def stats(ctx: Any) -> Stats:
     out = Stats(struct_size=ctypes.sizeof(Stats))
     _check(_get_stats(ctx, ctypes.byref(out)))
     return out
+
+
+def set_pages(ctx: Any, params: PagesParams | None) -> None:
+    """Select pages (Quest, arXiv 2406.10774) for every later single token; None: attend to all rows again."""
+    _check(_set_pages(ctx, None if params is None else ctypes.byref(params)))
 
 
 def set_reference_kernels(ctx: Any, enable: bool) -> None:
