@@ -34,11 +34,12 @@ TOLERANCE = 2e-5  # of the largest value of a head's output: sums of F32 product
 class Step:
     """What the op of one layer read and wrote. `q` [H, d], `k`, `v` lists of [n_rows, d], `visible` of [n_rows]."""
 
-    def __init__(self, address: int, scaled: bool) -> None:
+    def __init__(self, address: int, page: int, scaled: bool) -> None:
         t = Tensor.from_address(address)
         self.q, self.k_all, self.v_all, mask = (read(t.src[i]) for i in range(4))
         self.q, self.mask, self.out = self.q[0], mask[0, 0], read(address)[0]
         self.address = {"k": t.src[1], "v": t.src[2]}
+        self.page = page
         self.scale = 1.0 if scaled else 1 / np.sqrt(self.q.shape[1])
 
     def split(self, kept: Sequence[int] | None, kept_max: int, n_head_kv: int) -> None:
@@ -56,11 +57,18 @@ class Step:
             self.v.append(self.v_all[head, row0 : row0 + n])
             self.visible.append(self.mask[len(self.mask) - n :] == 0)
 
+    def rows(self, h: int, page: int) -> list[int]:
+        """Rows of a page that the token sees."""
+        last = min((page + 1) * self.page, self.n_rows[h])
+        return [r for r in range(page * self.page, last) if self.visible[h][r]]
+
 
 class Probe:
     """A context whose next decodes are recorded, layer by layer."""
 
-    def __init__(self, path: Path, evicted: bool, n_rows: int | None = N_ROWS, **options: Any) -> None:
+    def __init__(
+        self, path: Path, evicted: bool, n_rows: int | None = N_ROWS, page: int = PAGE, **options: Any
+    ) -> None:
         self.steps: dict[int, Step] = {}
         self.dense: dict[int, F64] = {}
 
@@ -70,7 +78,7 @@ class Probe:
             name, _, il = t.name.decode().partition("-")
             if name == "laprox_pages":
                 if not ask:
-                    self.steps[int(il)] = Step(address, "gemma" in path.name)  # its queries are scaled before
+                    self.steps[int(il)] = Step(address, page, "gemma" in path.name)  # its queries are scaled before
             elif name == "kqv_out":
                 if not ask and t.ne[1] == 1:
                     self.dense[int(il)] = read(address)[0, 0]
@@ -84,7 +92,9 @@ class Probe:
         self.kept = self.ctx.evict(BUDGET) if evicted else None
         self.layers = _native.layers(self.ctx.ptr)
         if n_rows is not None:
-            _native.set_pages(self.ctx.ptr, _native.pages_params(n_rows))
+            params = _native.pages_params(n_rows)
+            params.page_size = page
+            _native.set_pages(self.ctx.ptr, params)
 
     def __enter__(self) -> Probe:
         return self
@@ -108,19 +118,18 @@ class Probe:
 def pages_of(step: Step, h: int, q: F64, newest: int, n_rows: int) -> tuple[list[int], list[int]]:
     """The pages of one query, best first, and those it does without, best first."""
     score = {}
-    for page in range(-(-step.n_rows[h] // PAGE)):
-        rows = [r for r in range(page * PAGE, min(page * PAGE + PAGE, step.n_rows[h])) if step.visible[h][r]]
+    for page in range(-(-step.n_rows[h] // step.page)):
+        rows = step.rows(h, page)
         if rows:
             keys = step.k[h][rows]
             score[page] = np.inf if newest in rows else np.maximum(q * keys.min(0), q * keys.max(0)).sum()
     order = sorted(score, key=lambda page: (-score[page], page))
-    n = max(3, n_rows // PAGE)
+    n = max(3, n_rows // step.page)
     return order[:n], order[n:]
 
 
 def attend(step: Step, h: int, q: F64, pages: Sequence[int]) -> F64:
-    rows = [r for page in pages for r in range(page * PAGE, page * PAGE + PAGE) if r < step.n_rows[h]]
-    rows = [r for r in rows if step.visible[h][r]]
+    rows = [r for page in pages for r in step.rows(h, page)]
     logits = step.k[h][rows] @ q * step.scale
     weights = np.exp(logits - logits.max())
     return weights / weights.sum() @ step.v[h][rows]
@@ -155,7 +164,7 @@ def check(probe: Probe, n_rows: int = N_ROWS, newest: int | None = None) -> None
                     swapped = attend(step, h, q, [*chosen[:-1], others[0]])
                     n_chose += 1
                     told_apart += np.abs(swapped - want).max() > 5 * TOLERANCE * np.abs(want).max()
-            read_rows += sum(int(step.visible[h][page * PAGE : page * PAGE + PAGE].sum()) for page in union)
+            read_rows += sum(len(step.rows(h, page)) for page in union)
             seen_rows += int(step.visible[h].sum())
     some = next(iter(probe.steps.values()))
     tail = int(some.visible[0].sum()) - (0 if probe.kept is None else len(probe.kept[first_head(probe)]))
@@ -198,10 +207,8 @@ def test_steps_are_the_definition(path: Path, type_kv: str, evicted: bool) -> No
             check(probe)
         stats = probe.ctx.stats()
         assert stats.rows_read < 0.85 * stats.rows_dense and stats.bytes_pages > 0
-        for token in range(100, 120):
-            probe.ctx.decode([token])
-        assert probe.ctx.cut(N - 3)  # into the prompt, where it is whole in every head
-        probe.ctx.decode([8, 9, 10, 11, 12])  # more than one token: dense, pages learn of them later
+        assert probe.ctx.cut(N - 30)  # into the window, which is whole in every head
+        probe.ctx.decode(IDS[400:436] % probe.ctx.n_vocab)  # more than one token: dense, pages learn of them later
         probe.decode(13)
         check(probe)
         probe.ctx.clear()
@@ -211,12 +218,23 @@ def test_steps_are_the_definition(path: Path, type_kv: str, evicted: bool) -> No
         check(probe)
 
 
-@pytest.mark.parametrize("n_rows", [1, 4 * PAGE - 1, 5 * PAGE - 1])
-def test_number_of_pages(smol_path: Path, n_rows: int) -> None:
+@pytest.mark.parametrize(("page", "n_rows"), [(16, 1), (16, 63), (16, 79), (1, 50), (5, 59)])
+def test_number_and_size_of_pages(smol_path: Path, page: int, n_rows: int) -> None:
     """At least 3, and rounded down."""
-    with Probe(smol_path, False, n_rows) as probe:
+    with Probe(smol_path, False, n_rows, page) as probe:
         probe.decode(5)
         check(probe, n_rows)
+
+
+def test_a_full_cache_grows_under_pages(smol_path: Path) -> None:
+    """Its buffers and what a graph reads of them, at 256 rows."""
+    with Probe(smol_path, False) as probe:
+        probe.decode(5)
+        probe.ctx.decode(IDS[N : N + 116])
+        for _ in range(4):
+            probe.decode(6)
+        assert probe.ctx.pos == 258 and len(probe.steps[DENSE].mask) == 512
+        check(probe)
 
 
 def test_holes_are_filled_and_the_newest_row_is_not_the_last(smol_path: Path) -> None:
@@ -249,11 +267,11 @@ def test_a_hole_in_the_tail(smol_path: Path) -> None:
 def test_an_evicted_cache_grows_under_pages(path: Path) -> None:
     with Probe(path, True, n_reserve=20) as probe:
         probe.decode(5)
-        for token in range(100, 150):
-            probe.ctx.decode([token])
+        for _ in range(2):
+            probe.ctx.decode(IDS[:25] % probe.ctx.n_vocab)
+            probe.decode(6)
+            check(probe)
         assert probe.ctx.stats().n_grown >= 2
-        probe.decode(6)
-        check(probe)
 
 
 def test_eviction_with_pages_on(smol_path: Path) -> None:
@@ -347,7 +365,7 @@ def overwrite(step: Step, h: int, page: int) -> None:
     for address in step.address.values():
         t = Tensor.from_address(address)
         head, row0 = step.offsets[h]
-        for row in range(page * PAGE, min(page * PAGE + PAGE, step.n_rows[h])):
+        for row in step.rows(h, page):
             data = (ctypes.c_uint16 * t.ne[0]).from_address(t.data + head * t.nb[2] + (row0 + row) * t.nb[1])
             data[:] = [int(np.float16(3e4).view(np.uint16))] * t.ne[0]
 
