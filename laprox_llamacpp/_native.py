@@ -57,6 +57,16 @@ class PlanParams(ctypes.Structure):
     ]
 
 
+class PagesParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", c_size_t),
+        ("page_size", c_uint32),
+        ("n_pages_min", c_uint32),
+        ("n_layer_dense", c_uint32),
+        ("n_rows", c_uint32),
+    ]
+
+
 class Shape(ctypes.Structure):
     _fields_ = [
         ("struct_size", c_size_t),
@@ -89,6 +99,9 @@ class Stats(ctypes.Structure):
         ("t_commit_ms", c_double),
         ("t_total_ms", c_double),
         ("bytes_aside", c_uint64),
+        ("rows_read", c_uint64),
+        ("rows_dense", c_uint64),
+        ("bytes_pages", c_uint64),
     ]
 
 
@@ -106,6 +119,7 @@ _last_error = _declare("laprox_last_error", c_char_p)
 _context_default_params = _declare("laprox_context_default_params", c_int32, POINTER(ContextParams))
 _score_default_params = _declare("laprox_score_default_params", c_int32, POINTER(ScoreParams))
 _plan_default_params = _declare("laprox_plan_default_params", c_int32, POINTER(PlanParams))
+_pages_default_params = _declare("laprox_pages_default_params", c_int32, POINTER(PagesParams))
 _set_next = _declare("laprox_set_next", c_int32, POINTER(ContextParams))
 _enabled = _declare("laprox_enabled", c_bool, c_void_p)
 _reserve = _declare("laprox_reserve", c_int32, c_void_p, c_uint32)
@@ -125,6 +139,7 @@ _get_rows = _declare(
     "laprox_get_rows", c_int32, c_void_p, c_int32, c_uint32, POINTER(c_uint32), POINTER(c_float), c_size_t
 )
 _get_stats = _declare("laprox_get_stats", c_int32, c_void_p, POINTER(Stats))
+_set_pages = _declare("laprox_set_pages", c_int32, c_void_p, POINTER(PagesParams))
 _set_reference_kernels = _declare("laprox_set_reference_kernels", c_int32, c_void_p, c_bool)
 _plan_args = (POINTER(PlanParams), c_uint32, POINTER(c_uint32), c_uint32, POINTER(c_float), POINTER(c_float))
 _plan = _declare("laprox_plan", c_int32, *_plan_args, POINTER(c_uint32), POINTER(c_int32))
@@ -182,6 +197,14 @@ def plan_params(
     params.alloc = ALLOC[alloc]
     params.n_sink = sinks
     params.n_keep = n_keep
+    return params
+
+
+def pages_params(n_rows: int) -> PagesParams:
+    """Defaults; each query head attends to `n_rows` rows, rounded down to pages, per step."""
+    params = PagesParams(ctypes.sizeof(PagesParams))
+    _check(_pages_default_params(ctypes.byref(params)))
+    params.n_rows = n_rows
     return params
 
 
@@ -299,6 +322,11 @@ def stats(ctx: Any) -> Stats:
     out = Stats(struct_size=ctypes.sizeof(Stats))
     _check(_get_stats(ctx, ctypes.byref(out)))
     return out
+
+
+def set_pages(ctx: Any, params: PagesParams | None) -> None:
+    """Select pages (Quest, arXiv 2406.10774) for every later single token; None: attend to all rows again."""
+    _check(_set_pages(ctx, None if params is None else ctypes.byref(params)))
 
 
 def set_reference_kernels(ctx: Any, enable: bool) -> None:

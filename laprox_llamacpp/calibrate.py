@@ -101,6 +101,8 @@ class Calibrator:
         tokens = self._prompt(f"{text}\n\n{question}", f"{opening} {asked.number}")
         n = self._answer_length(tokens, asked.number)
         needle = demo.needle_positions(self.llm, tokens, [asked.number])
+        if not needle or needle[-1] >= len(tokens) - n:
+            raise ValueError(f"{self.llm.model_path}: its tokens do not spell the text that they stand for")
         return Sample(tokens[:-1], needle, n, tokens[-1])
 
     def _tokenize(self, text: str, add_bos: bool = False) -> list[int]:
@@ -201,7 +203,7 @@ def table(result: Result) -> Table:
     """Number of heads, quartiles of the score, and the best heads."""
     profile = result.profile
     low, middle, high = np.percentile(profile.scores(), (25, 50, 75))
-    out = Table(title=f"{profile.model}: attention on the passkey")
+    out = Table(title=f"{profile.model}: attention on the passkey", min_width=64)
     out.add_column("head")
     out.add_column("score", justify="right")
     for name, value in (("lower quartile", low), ("median", middle), ("upper quartile", high)):

@@ -195,9 +195,10 @@ def calibrate() -> None:
     "--seed", default=0, show_default=True, type=click.IntRange(0), help="Of the texts, passkeys and numbers."
 )
 def calibrate_duo(model: str, out: Path | None, samples: int, tokens: int, seed: int) -> None:
-    """Find the heads of MODEL (a known name or a GGUF file) that retrieve: which attend to a passkey when asked for it.
+    """Rank the KV heads of a model for duo.
 
-    The profile that the method duo needs is written, and its path printed.
+    MODEL is a known name or a GGUF file. A head counts by its attention on a passkey in a long text while the model
+    reads the right answer to a question about it. The profile is written, and its path printed.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -208,7 +209,7 @@ def calibrate_duo(model: str, out: Path | None, samples: int, tokens: int, seed:
     from . import calibrate as calibrate_
 
     console = Console(stderr=True)
-    with Progress(console=console, transient=True) as progress:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"calibrating {path.name}", total=samples)
         result = calibrate_.duo(path, samples, tokens, seed, on_sample=lambda: progress.advance(task))
     out = out or duo_profile.default_path(result.profile.fingerprint)

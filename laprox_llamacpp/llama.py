@@ -79,6 +79,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         self._method_note: str | None = None
         self._prompt: ObservedPrompt | None = None
         self._plan_ms = 0.0
+        self._reads_pages = False
         self._prefill = Clock()
         self._decode = Clock()
         model_path = os.fspath(model_path)
@@ -168,10 +169,12 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                     self._decode_now(tokens)
             elif self._is_prompt(len(tokens)):
                 self._prefill, self._decode = Clock(), Clock()
+                self._read_pages(None, self._budget, 0)
                 self._eval_prompt(self._policy, tokens)
             elif self.n_tokens == 0:
                 self._prefill, self._decode = Clock(), Clock()
                 self._note = self._method_note = None
+                self._read_pages(None, self._budget, 0)
                 with self._prefill.time(len(tokens)):
                     self._decode_now(tokens)
             else:
@@ -219,7 +222,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     def _check_budget(self, policy: EvictionPolicy, n_prompt: int) -> None:
         """The window stays, whatever the budget: say so once, and in the statistics, when that is more."""
         asked = self._budget.tokens(n_prompt, self._bytes_per_token)
-        if asked >= policy.window:
+        if asked >= policy.window or not policy.evicts:
             self._note = None
             return
         note = (
@@ -266,6 +269,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self._plan_ms = 1000 * (time.perf_counter() - start - self._prompt.scoring_s)
             if kept is not None:
                 _native.set_kept(self.ctx, kept, self._store)
+            self._read_pages(policy, self._budget, n_prompt)
         except MemoryError as e:
             self._fall_back(str(e) or "no memory for the scores")
         else:
@@ -277,6 +281,20 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         if note is not None and self._method_note is None and self._note is None:
             warnings.warn(note, RuntimeWarning, stacklevel=2)
         self._method_note = note
+
+    def _read_pages(self, policy: EvictionPolicy | None, budget: Budget, n_prompt: int) -> None:
+        """From now on decode steps read as `policy` says; None: everything that is kept."""
+        how = None if policy is None else policy.page_reads()
+        if how is None:
+            if self._reads_pages:
+                _native.set_pages(self.ctx, None)
+            self._reads_pages = False
+            return
+        rows = (Budget.parse(how.read) if how.read else budget).tokens(n_prompt, self._bytes_per_token)
+        params = _native.pages_params(max(1, rows))
+        params.page_size, params.n_pages_min, params.n_layer_dense = how.page, how.min_pages, how.dense
+        _native.set_pages(self.ctx, params)
+        self._reads_pages = True
 
     def _pieces(self) -> list[bytes]:
         """The text of each cached token."""
@@ -352,6 +370,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             bytes_now=s.bytes_now,
             bytes_other=s.bytes_other,
             bytes_reserve=reserve,
+            bytes_pages=s.bytes_pages,
+            rows_read=s.rows_read,
+            rows_dense=s.rows_dense,
             n_grown=s.n_grown,
             gram_ms=s.t_gram_ms,
             score_ms=0.0 if self._prompt is None else self._prompt.score_ms,

@@ -76,6 +76,11 @@ class EvictionPolicy:
         """
         raise NotImplementedError
 
+    @property
+    def evicts(self) -> bool:
+        """Whether anything leaves the cache."""
+        return True
+
     def check_model(self, model_path: str) -> None:
         """Raise ValueError when the method lacks something for this model."""
 

@@ -35,6 +35,9 @@ class KVStats:
     bytes_now: int = 0  # KV bytes held now, all layers
     bytes_other: int = 0  # part of bytes_now in untouched layers
     bytes_reserve: int = 0  # part of bytes_now that waits for new tokens
+    bytes_pages: int = 0  # tables of page selection, on top of bytes_now
+    rows_read: int = 0  # page selection: rows that the last one-token step read, once per KV head
+    rows_dense: int = 0  # rows that it would have read without
     n_grown: int = 0  # times that this reserve was grown
     gram_ms: float = 0.0  # Gram matrices of W_O, once per context
     all_queries_ms: float = 0.0  # attention sums over every prompt query, for the methods that need them
@@ -74,6 +77,11 @@ class KVStats:
             ]
         else:
             lines.append("  kept     everything: nothing has been evicted")
+        if self.rows_dense:
+            lines.append(
+                f"  read     {self.rows_read} of {self.rows_dense} rows in the last step "
+                f"({self.rows_read / self.rows_dense:.1%}), page tables {mib(self.bytes_pages)}"
+            )
         lines.append(f"  tokens/s prompt {self.prefill_tps:.1f}, decode {self.decode_tps:.1f}")
         if self.note is not None:
             lines.append(f"  note     {self.note}")

@@ -1,8 +1,8 @@
 """Every method once more: NumPy float64, written from docs/method.md and the papers, with no code of the package.
 
 `Reference` holds what a real model computed for a prompt, captured where the stock attention op reads it: Q of every
-prompt token, K, V, the scale, the residual stream. W_O comes out of the GGUF file, products v W_O^h are made explicitly,
-the attention is a plain softmax. Scores are lists over layers of [G, M]; a kept set is a mask [heads, M] of candidates,
+prompt token, K, V, the scale, the residual stream. W_O comes out of the GGUF file, products v W_O^h are explicit, the
+attention is a plain softmax. Scores are lists over layers of [G, M]; a kept set is a mask [heads, M] of candidates,
 heads numbered by layer.
 """
 
@@ -17,7 +17,7 @@ from typing import Any, Optional
 import gguf
 import numpy as np
 import numpy.typing as npt
-from test_score_real import Tensor, read
+from test_score_real import Tensor, read, reader
 
 import llama_cpp as lib  # isort: skip
 
@@ -59,7 +59,8 @@ class Capture:
             return not ask
         if not ask:
             if scores:
-                self.score_ops[int(il)] = {key: read(t.src[i]) for i, key in enumerate(("q", "k", "v", "mask"))}
+                sources = zip(("q", "k", "v", "mask"), t.src)
+                self.score_ops[int(il)] = {key: read(source) for key, source in sources if source}
             elif enters:
                 self.resid[int(il)] = read(t.src[0])[0]
             else:
@@ -72,7 +73,7 @@ class Capture:
 
 def w_o(path: Path, layers: Sequence[int], n_head: int) -> list[F64]:
     """Output projection of each of the model `layers` by query head, [H, d, D], dequantised by the gguf package."""
-    tensors = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    tensors = {t.name: t for t in reader(path).tensors}
     out = []
     for il in layers:
         t = tensors[f"blk.{il}.attn_output.weight"]

@@ -6,7 +6,6 @@ by other code, and meets a V that was rotated back, so that the Gram matrices ar
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from lowlevel import Context, W, golden
+from tensors import F64, Tensor, read
 
 from laprox_llamacpp import _native, models
 
@@ -24,41 +24,6 @@ import llama_cpp as lib  # isort: skip
 
 N = 201  # not a multiple of any tile
 LAYERS = (0, 7, 20)
-F64 = npt.NDArray[np.float64]
-
-
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor of the pinned version."""
-
-    _fields_ = [
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int32),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 8),
-    ]
-
-
-def read(address: int) -> F64:
-    """A strided tensor in host memory as float64, [ne2, ne1, ne0]; ne3 is 1."""
-    t = Tensor.from_address(address)
-    kind = gguf.GGMLQuantizationType(t.type)
-    n_values, n_bytes = gguf.GGML_QUANT_SIZES[kind]
-    row = t.ne[0] // n_values * n_bytes
-    assert t.ne[3] == 1 and t.nb[0] == n_bytes
-    size = (t.ne[2] - 1) * t.nb[2] + (t.ne[1] - 1) * t.nb[1] + row
-    raw = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(t.data))
-    rows = np.lib.stride_tricks.as_strided(raw, (t.ne[2], t.ne[1], row), (t.nb[2], t.nb[1], 1)).copy()
-    return gguf.dequantize(rows, kind).astype(np.float64)
 
 
 class Captured:

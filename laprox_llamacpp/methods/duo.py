@@ -86,8 +86,8 @@ class Duo(EvictionPolicy, name="duo"):
     def _profile(self, model_path: str) -> duo_profile.Profile:
         mark = duo_profile.fingerprint(model_path)
         path = self.profile or str(duo_profile.default_path(mark))
-        out = f" --out {shlex.quote(path)}" if self.profile else ""
-        advice = f"make one with: laprox-llamacpp calibrate duo {shlex.quote(model_path)}{out}"
+        command = f"laprox-llamacpp calibrate duo {shlex.quote(model_path)}"
+        advice = f"make one with: {command}" + (f" --out {shlex.quote(path)}" if self.profile else "")
         if not os.path.exists(path):
             where = f" at {path}" if self.profile else ""
             raise ValueError(f"no duo profile for {model_path}{where}; {advice}")
@@ -97,6 +97,7 @@ class Duo(EvictionPolicy, name="duo"):
             raise ValueError(f"{e}; {advice}") from e
         if profile.fingerprint != mark:
             raise ValueError(
-                f"the duo profile {path} is of another model file ({profile.model}), not of {model_path}; {advice}"
+                f"the duo profile {path} is of another model file ({profile.model}), not of {model_path}; leave it "
+                f"alone and make another with: {command} --out FILE"
             )
         return profile

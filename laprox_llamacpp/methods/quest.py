@@ -65,6 +65,11 @@ class Quest(EvictionPolicy, name="quest"):
         below = self._below()
         return None if below is None else below.keep(prompt, k)
 
+    @property
+    def evicts(self) -> bool:
+        """If a method below does."""
+        return bool(self.base)
+
     def check_model(self, model_path: str) -> None:
         """As the method below."""
         below = self._below()

@@ -128,6 +128,15 @@ struct laprox_plan_params {
     uint64_t n_keep;      // kept candidates over all heads, exact: L * G * k (the window comes on top)
 };
 
+// Page selection at decode time (Quest, arXiv 2406.10774): nothing is evicted, a query head attends to its best pages
+struct laprox_pages_params {
+    size_t   struct_size;
+    uint32_t page_size;     // rows of a page, [1, 1024], 16
+    uint32_t n_pages_min;   // pages of a query head, at least, 3
+    uint32_t n_layer_dense; // first layers of the model, which attend to every row, 2
+    uint32_t n_rows;        // rows of a query head, rounded down to pages, at least n_pages_min of them; to be set
+};
+
 struct laprox_shape {
     size_t   struct_size;
     uint32_t n_layer;     // evictable layers (full attention)
@@ -157,6 +166,9 @@ struct laprox_stats {
     double   t_commit_ms;
     double   t_total_ms;     // laprox_accumulate, since the cache was cleared
     uint64_t bytes_aside;    // rows kept aside (LAPROX_STORE_ASIDE), not in bytes_now
+    uint64_t rows_read;      // page selection: rows that the last one-token step attended to, once per KV head
+    uint64_t rows_dense;     // rows that it would have attended to without
+    uint64_t bytes_pages;    // tables of page selection, on top of bytes_now
 };
 
 LLAMA_API uint32_t     laprox_abi_version(void);
@@ -168,6 +180,7 @@ LLAMA_API const char * laprox_last_error(void);
 LLAMA_API int32_t laprox_context_default_params(struct laprox_context_params * params);
 LLAMA_API int32_t laprox_score_default_params(struct laprox_score_params * params);
 LLAMA_API int32_t laprox_plan_default_params(struct laprox_plan_params * params);
+LLAMA_API int32_t laprox_pages_default_params(struct laprox_pages_params * params);
 
 // Eviction for the next context made on this thread; NULL clears. llama_init_from_model() returns NULL, and
 // laprox_last_error() says why, when the model or the context's parameters do not allow it. A context that fails for
@@ -236,6 +249,10 @@ LLAMA_API int32_t laprox_restore(struct llama_context * ctx);
 LLAMA_API int32_t laprox_get_kept(struct llama_context * ctx, uint32_t * n_kept, llama_pos * pos, size_t n);
 
 LLAMA_API int32_t laprox_get_stats(struct llama_context * ctx, struct laprox_stats * stats);
+
+// Page selection for every later ubatch of one token, the observation window excepted; NULL: off. The cache, full or
+// evicted to LAPROX_STORE_RAGGED, stays as it is. Not together with LAPROX_STORE_MASK.
+LLAMA_API int32_t laprox_set_pages(struct llama_context * ctx, const struct laprox_pages_params * params);
 
 // slow, order-exact CPU kernels, for tests that compare bits
 LLAMA_API int32_t laprox_set_reference_kernels(struct llama_context * ctx, bool enable);

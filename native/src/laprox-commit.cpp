@@ -102,6 +102,9 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     if (store < LAPROX_STORE_RAGGED || store > LAPROX_STORE_ASIDE) {
         laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
     }
+    if (pages && store == LAPROX_STORE_MASK) {
+        laprox_throw(LAPROX_E_STATE, "the mask store does not go with page selection; turn it off with laprox_set_pages(ctx, NULL)");
+    }
     if (n_prompt == 0 || n_window == 0 || n_window > n_prompt) {
         laprox_throw(LAPROX_E_NO_SCORES, "no observation window was decoded; call laprox_observe() and decode the window first");
     }
@@ -254,6 +257,10 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
     n_tail_cap = n_cap;
     n_append   = 0;
     phase      = LAPROX_PHASE_RAGGED;
+
+    if (pages) {
+        pages->forget();
+    }
 }
 
 void laprox_kv::restore() {
@@ -283,6 +290,10 @@ void laprox_kv::restore() {
 
     aside.clear();
     tail.clear();
+
+    if (pages) {
+        pages->forget();
+    }
 
     n_tail_cap = 0;
     n_append   = 0;

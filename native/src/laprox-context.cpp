@@ -38,6 +38,7 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
         }
 
         ensure(n_tokens, false);
+        place_pages();
     } catch (const laprox_error & err) {
         laprox_set_error(err.text);
         LLAMA_LOG_ERROR("%s: %s\n", __func__, err.text.c_str());

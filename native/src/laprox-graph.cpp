@@ -80,6 +80,11 @@ ggml_tensor * laprox_kv::build_attn(
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, norm, layer.r_obs));
     }
 
+    // a window of one token is the end of the prompt, not a decode step
+    if (pages && !pages->dense(ikv) && graph.n_tokens == 1 && !observed) {
+        return build_attn_pages(graph, ikv, q, k, v, kq_mask, kq_scale);
+    }
+
     switch (phase) {
         case LAPROX_PHASE_RAGGED:
             return build_attn_ragged(graph, layer, q, k, v, kq_mask, kq_scale);
@@ -97,6 +102,39 @@ ggml_tensor * laprox_kv::build_attn(
     }
 
     return graph.build_attn_mha(q, k, v, kq_b, kq_mask, sinks, nullptr, 0, kq_scale, il);
+}
+
+// one token, each query head over its own pages only
+//
+// q [n_embd_head_k, n_head, 1], k [n_embd_head_k, n_head_kv, n_kv] or, ragged, [n_embd_head_k, n_rows], v likewise
+ggml_tensor * laprox_kv::build_attn_pages(
+        const llm_graph_context & graph,
+        size_t                    ikv,
+        ggml_tensor *             q,
+        ggml_tensor *             k,
+        ggml_tensor *             v,
+        ggml_tensor *             kq_mask,
+        float                     kq_scale) const {
+    auto * ctx0 = graph.ctx0;
+
+    if (!ragged()) {
+        k = ggml_permute(ctx0, k, 0, 2, 1, 3);
+        v = ggml_permute(ctx0, v, 0, 2, 1, 3);
+    }
+
+    ggml_tensor * cur = pages->build(ctx0, ikv, q, k, v, kq_mask, kq_scale,
+            graph.hparams.attn_soft_cap ? graph.hparams.f_attn_logit_softcapping : 0.0f);
+
+    ggml_format_name(cur, "laprox_pages-%d", layers[ikv].il);
+
+    // the rows and their bounds are in host memory
+    ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+
+    cur = ggml_reshape_2d(ctx0, cur, cur->ne[0] * cur->ne[1], 1);
+
+    ggml_build_forward_expand(graph.gf, cur);
+
+    return cur;
 }
 
 // one flash attention per KV head, each over its own region only

@@ -363,6 +363,10 @@ void laprox_kv::clear() {
 
     stats.evicted = false;
 
+    if (pages) {
+        pages->forget();
+    }
+
     for (auto & layer : layers) {
         layer.kept.clear();
         layer.row0.clear();
@@ -407,6 +411,17 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     }
 
     if (!evicted()) {
+        const auto & cells = kv.v_cells[0];
+
+        uint32_t i_first = 0;
+        while (i_first < cells.used_max_p1() && !cells.pos_in(i_first, p0, p1)) {
+            i_first++;
+        }
+
+        if (pages) {
+            pages->forget_from(i_first);
+        }
+
         return true;
     }
 
@@ -416,10 +431,17 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         return p1 <= p0;
     }
 
-    for (auto & pos : tail) {
-        if (pos >= p0 && pos < p1) {
-            pos = -1;
+    size_t i_first = tail.size();
+
+    for (size_t i = 0; i < tail.size(); ++i) {
+        if (tail[i] >= p0 && tail[i] < p1) {
+            tail[i] = -1;
+            i_first = std::min(i_first, i);
         }
+    }
+
+    if (pages) {
+        pages->forget_from(i_first);
     }
 
     while (!tail.empty() && tail.back() < 0) {
@@ -430,14 +452,88 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
 }
 
 void laprox_kv::append(const llama_ubatch & ubatch) {
-    if (phase != LAPROX_PHASE_RAGGED) {
-        return;
+    if (phase == LAPROX_PHASE_RAGGED) {
+        GGML_ASSERT(tail.size() + ubatch.n_tokens <= n_tail_cap);
+
+        tail.insert(tail.end(), ubatch.pos, ubatch.pos + ubatch.n_tokens);
+        n_append = ubatch.n_tokens;
     }
 
-    GGML_ASSERT(tail.size() + ubatch.n_tokens <= n_tail_cap);
+    if (pages && ubatch.n_tokens == 1 && !observed) {
+        begin_pages(ubatch);
+    }
+}
 
-    tail.insert(tail.end(), ubatch.pos, ubatch.pos + ubatch.n_tokens);
-    n_append = ubatch.n_tokens;
+//
+// page selection
+//
+// The rows that all heads share, numbered from 0 on, are the cells or, ragged, the tail.
+//
+
+void laprox_kv::set_pages(const laprox_pages_params * params) {
+    if (params && phase == LAPROX_PHASE_MASKED) {
+        laprox_throw(LAPROX_E_STATE, "page selection does not go with the mask store; clear the cache first");
+    }
+
+    std::unique_ptr<laprox_pages> res;
+
+    if (params) {
+        res = std::make_unique<laprox_pages>(*params);
+        for (const auto & l : layers) {
+            res->add_layer(l.il, l.n_head, l.n_head_kv, l.n_embd_head_k, l.n_embd_head_v);
+        }
+    }
+
+    if (lctx) {
+        lctx->synchronize(); // the old tables may still be in use
+    }
+
+    pages = std::move(res);
+    stale = true;
+}
+
+// before the graphs are built: a region per KV head, and room for its rows
+void laprox_kv::place_pages() {
+    for (size_t ikv = 0; pages && ikv < layers.size(); ++ikv) {
+        const auto & l = layers[ikv];
+
+        for (int64_t h = 0; h < l.n_head_kv; ++h) {
+            if (ragged()) {
+                const uint32_t n_kept = l.kept[h].size();
+
+                pages->place(ikv, h, l.row0[h], n_kept, n_kept_max - n_kept, n_kept + n_tail_cap);
+            } else {
+                pages->place(ikv, h, 0, 0, 0, n_rows());
+            }
+        }
+    }
+}
+
+// before a single token is computed
+void laprox_kv::begin_pages(const llama_ubatch & ubatch) {
+    const auto & cells = kv.v_cells[0];
+
+    const size_t n = ragged() ? tail.size() : cells.used_max_p1();
+
+    int64_t i_new  = 0;
+    int64_t n_seen = 0;
+
+    for (size_t i = 0; i < n; ++i) {
+        if (!ragged() && cells.is_empty(i)) {
+            continue;
+        }
+
+        const llama_pos pos = ragged() ? tail[i] : cells.pos_get(i);
+
+        if (pos == ubatch.pos[0]) {
+            i_new = i;
+        }
+        if (pos >= 0 && pos <= ubatch.pos[0]) {
+            n_seen++;
+        }
+    }
+
+    pages->begin(i_new, n_seen);
 }
 
 void laprox_kv::refuse_state() const {

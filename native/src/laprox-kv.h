@@ -1,6 +1,7 @@
 #pragma once
 
 #include "laprox.h"
+#include "laprox-pages.h"
 
 #include "llama-kv-cache.h"
 
@@ -145,6 +146,8 @@ public:
     void commit(const uint32_t * n_kept, const llama_pos * pos, int32_t store);
     void restore();
 
+    void set_pages(const laprox_pages_params * params); // nullptr: off
+
     //
     // state, read by the C interface
     //
@@ -168,6 +171,7 @@ public:
     bool               scored   = false;
 
     uint32_t n_total = 0; // tokens, from the first on, whose queries are in the column sums
+    std::unique_ptr<laprox_pages> pages; // page selection, nullptr: off
 
     laprox_stats stats = {};
 
@@ -235,6 +239,9 @@ private:
     buffers_t   take_first();                                                  // the constructor's buffers, once
     void        adopt(size_t ikv, laprox_rows && rows);
 
+    void place_pages();
+    void begin_pages(const llama_ubatch & ubatch);
+
     void grow_full(uint32_t n_rows_new);
     void grow_tail(uint32_t n_cap_new);
     void reset_full();
@@ -244,6 +251,15 @@ private:
     void commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new);
 
     std::vector<uint32_t> cells_by_pos() const; // [n_prompt], cell of each position; throws if there are gaps
+
+    ggml_tensor * build_attn_pages(
+            const llm_graph_context & graph,
+            size_t                    ikv,
+            ggml_tensor *             q,
+            ggml_tensor *             k,
+            ggml_tensor *             v,
+            ggml_tensor *             kq_mask,
+            float                     kq_scale) const;
 
     ggml_tensor * build_attn_ragged(
             const llm_graph_context & graph,

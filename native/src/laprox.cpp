@@ -152,6 +152,16 @@ static laprox_plan_params laprox_plan_defaults() {
     };
 }
 
+static laprox_pages_params laprox_pages_defaults() {
+    return {
+        /*.struct_size   =*/sizeof(laprox_pages_params),
+        /*.page_size     =*/16,
+        /*.n_pages_min   =*/3,
+        /*.n_layer_dense =*/2,
+        /*.n_rows        =*/0,
+    };
+}
+
 int32_t laprox_context_default_params(laprox_context_params * params) {
     return laprox_guard([&] { laprox_write(params, laprox_context_defaults()); });
 }
@@ -162,6 +172,10 @@ int32_t laprox_score_default_params(laprox_score_params * params) {
 
 int32_t laprox_plan_default_params(laprox_plan_params * params) {
     return laprox_guard([&] { laprox_write(params, laprox_plan_defaults()); });
+}
+
+int32_t laprox_pages_default_params(laprox_pages_params * params) {
+    return laprox_guard([&] { laprox_write(params, laprox_pages_defaults()); });
 }
 
 //
@@ -422,7 +436,37 @@ int32_t laprox_get_stats(llama_context * ctx, laprox_stats * stats) {
         res.bytes_other = lx.n_bytes_other();
         res.bytes_aside = lx.n_bytes_aside();
 
+        if (lx.pages) {
+            res.rows_read   = lx.pages->n_rows_read();
+            res.rows_dense  = lx.pages->n_rows_dense();
+            res.bytes_pages = lx.pages->n_bytes();
+        }
+
         laprox_write(stats, res);
+    });
+}
+
+int32_t laprox_set_pages(llama_context * ctx, const laprox_pages_params * params) {
+    return laprox_guard([&] {
+        auto & lx = laprox_get(ctx);
+
+        if (!params) {
+            lx.set_pages(nullptr);
+            return;
+        }
+
+        const auto cur = laprox_read(params, laprox_pages_defaults());
+        if (cur.page_size < 1 || cur.page_size > 1024) {
+            laprox_throw(LAPROX_E_ARG, format("page_size is %u, expected 1 to 1024 rows", cur.page_size));
+        }
+        if (cur.n_pages_min < 1) {
+            laprox_throw(LAPROX_E_ARG, "n_pages_min is 0, expected 1 page or more: the newest one is always read");
+        }
+        if (cur.n_rows < 1) {
+            laprox_throw(LAPROX_E_ARG, "n_rows is 0, expected the number of rows that a query head attends to");
+        }
+
+        lx.set_pages(&cur);
     });
 }
 
