@@ -38,7 +38,7 @@ def shuffled(name: str, rng: random.Random, n_words: int) -> list[str]:
     words: list[str] = []
     while len(words) < n_words:
         rng.shuffle(pool)
-        words += " \n\n ".join(pool).split(" ") + ["\n\n"]
+        words += [*" \n\n ".join(pool).split(" "), "\n\n"]
     return words
 
 

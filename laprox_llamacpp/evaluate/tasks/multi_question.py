@@ -18,12 +18,13 @@ from .needle import ADJECTIVES, NOUNS
 class MultiQuestion(Task):
     """Facts hidden all over a text that is evicted once; then a question about each, as turns of one chat.
 
-    The questions come in several orders, each on the same evicted context. `aware="yes"`: the prompt ends with the first
-    question, so the window has seen one of them; "no": with the text, and the window has seen none. The score is the
-    share of right answers over all orders; `by_turn` has it by turn, `seen` and `unseen` by whether the window saw the
-    question.
+    The questions come in several orders, each on the same evicted context. `aware="yes"`: the prompt ends with the
+    first question, so the window has seen one of them; "no": with the text, and the window has seen none. The score is
+    the share of right answers over all orders; `by_turn` has it by turn, `seen` and `unseen` by whether the window saw
+    the question.
 
-    Options: tokens of the context, questions, orders, aware, digits of a number, haystack, max_tokens of an answer, seed.
+    Options: tokens of the context, questions, orders, aware, digits of a number, haystack, max_tokens of an answer,
+    seed.
     """
 
     tokens: int = 2048

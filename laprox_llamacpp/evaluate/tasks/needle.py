@@ -15,11 +15,15 @@ from ..texts import chat, hide, longest, shuffled, tokenize
 
 ADJECTIVES = ("amber", "silent", "crooked", "frozen", "hollow", "scarlet", "wooden", "distant", "velvet", "rusty")
 NOUNS = ("lighthouse", "harbor", "meadow", "orchard", "lantern", "bridge", "castle", "garden", "kettle", "railway")
-WORDS = ("anchor", "basket", "candle", "dolphin", "engine", "feather", "guitar", "hammer", "island", "jacket", "ladder",
-         "mirror", "needle", "oyster", "pepper", "quiver", "ribbon", "saddle", "tunnel", "violin", "walnut", "zipper")  # fmt: skip
+WORDS = (
+    "anchor", "basket", "candle", "dolphin", "engine", "feather", "guitar", "hammer", "island", "jacket", "ladder",
+    "mirror", "needle", "oyster", "pepper", "quiver", "ribbon", "saddle", "tunnel", "violin", "walnut", "zipper",
+)  # fmt: skip
 # how the text names a thing, and how the question does
-SYNONYMS = (("automobile", "car"), ("physician", "doctor"), ("vessel", "ship"), ("woods", "forest"), ("monarch", "king"),
-            ("instructor", "teacher"), ("dwelling", "house"), ("hound", "dog"), ("stone", "rock"), ("infant", "baby"))  # fmt: skip
+SYNONYMS = (
+    ("automobile", "car"), ("physician", "doctor"), ("vessel", "ship"), ("woods", "forest"), ("monarch", "king"),
+    ("instructor", "teacher"), ("dwelling", "house"), ("hound", "dog"), ("stone", "rock"), ("infant", "baby"),
+)  # fmt: skip
 
 KINDS = ("single", "multikey", "multivalue", "multiquery", "reversed", "paraphrase")
 VALUES = ("number", "word", "uuid")
@@ -125,9 +129,9 @@ class Needle(Task):
             ask = f"What are all the special magic {what}s for the {names[0]}? Reply with the three {what}s only."
             return Question(sentences, ask, f"The special magic {what}s for the {names[0]} are", values[:3])
         if kind == "multiquery":
-            ask = f"What are the special magic {what}s for the {names[0]} and the {names[1]}? Reply with the {what}s only."
-            opening = f"The special magic {what}s for the {names[0]} and the {names[1]} are"
-            return Question(sentences, ask, opening, values[:2])
+            both = f"the special magic {what}s for the {names[0]} and the {names[1]}"
+            ask = f"What are {both}? Reply with the {what}s only."
+            return Question(sentences, ask, f"T{both[1:]} are", values[:2])
         if kind == "single":
             sentences = sentences[:1]
         return Question(sentences, f"{ask} {only}", opening, values[:1])
