@@ -17,7 +17,8 @@ from typing import Any, Optional
 import gguf
 import numpy as np
 import numpy.typing as npt
-from test_score_real import Tensor, read, reader
+from tensors import Tensor, read
+from test_score_real import reader
 
 import llama_cpp as lib  # isort: skip
 
@@ -343,14 +344,19 @@ class Reference:
         """Algorithm 1, normalised as in Algorithm 2."""
         return self.layer_sum([avg(7)(x) for x in self.product("l2", "l2", **kwargs)])
 
-    def criticalkv(self, k: int, pool: Pool = None, counts: Callable[[Scores, int], Mask] = by_head) -> Mask:
-        """int(n / 2) of a head's n entries by s, the rest by (s + 1e-4) times the mean L1 norm of v W_O^h."""
+    def criticalkv(
+        self, k: int, pool: Pool = None, counts: Callable[[Scores, int], Mask] = by_head, safe: float = 0
+    ) -> Mask:
+        """int(n / 2) of a head's n entries by s, the rest by (s + 1e-4) times the mean L1 norm of v W_O^h.
+
+        A head's own best int(safe * k), which its count provides for, are never left to the second stage.
+        """
         s = [x / self.window for x in self.snapkv(pool)]
         n = counts(s, k).sum(axis=1)
         out = []
         for i, x in enumerate(np.concatenate(s)):
             layer, g = divmod(i, self.n_head_kv)
-            first = best(x[None], int(n[i]) // 2)[0]
+            first = best(x[None], max(int(n[i]) // 2, int(safe * k)))[0]
             late = (x + 1e-4) * self.mean(self.norms("l1")[layer])[g]
             out.append(first | best(np.where(first, -np.inf, late)[None], int(n[i]) - int(first.sum()))[0])
         return np.stack(out)
