@@ -178,6 +178,47 @@ def memory(model: str | None, tokens: int, budgets: tuple[Budget, ...], cache_ty
     Console().print(table)
 
 
+@cli.command("eval")
+@click.argument("task", metavar="TASK")
+@click.option("--model", default="smollm2-135m", show_default=True, help="A known name or a GGUF file.")
+@click.option(
+    "--methods", default="laprox,snapkv,streaming,random", show_default=True, metavar="SPECS",
+    help="Eviction methods as --policy, with commas between; the full cache is always measured.",
+)  # fmt: skip
+@click.option("--budgets", default="0.05,0.1,0.2,0.5", show_default=True, help="With commas between.")
+@click.option("--kv-type", "kv_types", default="f16", show_default=True, help="Types of K and V, commas between.")
+@click.option("--samples", default=20, show_default=True, type=click.IntRange(1), help="Prompts, one prefill each.")
+@click.option("--shard", default="0/1", show_default=True, metavar="I/N", help="Samples with index % N == I.")
+@click.option("--threads", default=None, type=click.IntRange(1), help="All cores by default.")
+@click.option(
+    "--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
+    help="Folder of this run; what it holds already is not measured again.",
+)  # fmt: skip
+@click.option("--ray", "ray_address", default=None, metavar="ADDRESS", help="Run the N shards on a Ray cluster.")
+def eval_(
+    task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
+    out: Path, ray_address: str | None,
+) -> None:  # fmt: skip
+    """Measure methods and budgets on a task: needle, continuation, multi_question ...
+
+    TASK takes options after colons, "needle:kind=multikey:tokens=4096"; docs/evaluation.md has them. Each sample is
+    prefilled once for all methods and budgets. A run that was stopped goes on with the same command.
+    """
+    from .evaluate import command
+
+    command.evaluate(task, model, methods, budgets, kv_types, samples, shard, threads, out, ray_address)
+
+
+@cli.command()
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR")
+def merge(folders: Sequence[Path], out: Path) -> None:
+    """Put the shards of a run, measured in FOLDERS, into one folder."""
+    from .evaluate import runner
+
+    click.echo(f"{runner.merge(folders, out)} samples in {out}")
+
+
 @cli.group()
 def calibrate() -> None:
     """Measure what a method needs to know about a model."""

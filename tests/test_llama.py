@@ -318,7 +318,7 @@ def test_refused_memory_keeps_the_full_cache(
 
     full = make(path, kv_evict=None, budget=None, flash_attn=True)
     with monkeypatch.context() as patch:
-        patch.setattr(_native, "evict", refused)
+        patch.setattr(_native, "set_kept", refused)
         with pytest.warns(RuntimeWarning, match="cannot allocate 1 byte"):
             llm.eval(tokens)
         llm.eval([5])

@@ -1,0 +1,70 @@
+"""`laprox-llamacpp eval`: from texts on the command line to a run."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .. import models
+from .._types import NAMES
+from .runner import Run, run
+from .task import Task
+
+_SHARD = re.compile(r"(\d+)/(\d+)")
+
+
+def evaluate(
+    task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
+    out: Path, ray_address: str | None = None,
+) -> None:  # fmt: skip
+    """Arguments as the options of the command. Raises ValueError with one line for a bad one."""
+    types = _listed(kv_types)
+    for kind in types:
+        if kind not in NAMES:
+            raise ValueError(f"--kv-type {kind!r} is unknown, expected one of {', '.join(NAMES)}")
+    m = _SHARD.fullmatch(shard)
+    if m is None or not int(m[1]) < int(m[2]):
+        raise ValueError(f"--shard is {shard!r}, expected I/N with I from 0 to N-1, such as 0/4")
+    spec = Run(
+        Task.parse(task), models.fetch(model), _listed(methods), _listed(budgets), types, samples,
+        (int(m[1]), int(m[2])), threads or os.cpu_count() or 1,
+    )  # fmt: skip
+    spec.cells  # noqa: B018 - a bad method or budget is told before a model is loaded
+    if ray_address is not None:
+        on_ray(spec, out, ray_address)
+        return
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+    )  # fmt: skip
+    with bar:
+        shown = bar.add_task(f"{spec.task.name} {spec.model_path.name}")
+        records = run(spec, out, lambda done, total: bar.update(shown, completed=done, total=total))
+    console.print(f"{len(records)} samples in {out / spec.samples_file}", markup=False)
+
+
+def on_ray(spec: Run, out: Path, address: str) -> None:
+    """Each of the run's N shards as a Ray task of `n_threads` CPUs; `out` is on storage that all nodes share.
+
+    Raises ValueError when Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as e:
+        raise ValueError("--ray needs Ray, which is not installed: pip install ray") from e
+    from dataclasses import replace
+
+    ray.init(address=address, ignore_reinit_error=True)
+    n = spec.shard[1]
+    remote: Any = ray.remote(num_cpus=spec.n_threads)(run)
+    ray.get([remote.remote(replace(spec, shard=(i, n)), out.resolve()) for i in range(n)])
+
+
+def _listed(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
