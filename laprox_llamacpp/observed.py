@@ -105,7 +105,7 @@ class ObservedPrompt:
 
     def rank(self, scores: F32, pool: Pool | None = None, normalize: str = "none") -> F32:
         """Pooled and normalised scores; [n_heads, n_cand], or any number of rows when nothing is normalised."""
-        if pool is None and normalize == "none":
+        if (pool is None or pool.kind == "none") and normalize == "none":
             return scores
         rows = self.n_head_kv if normalize != "none" else [len(scores)]
         params = self._lib.plan_params(0, pool=pool, normalize=normalize)

@@ -63,7 +63,10 @@ class Ranked(EvictionPolicy):
 
     def ranked(self, prompt: ObservedPrompt, raw: Scores) -> Scores:
         """Pooled and normalised scores, [n_heads, n_cand]."""
-        return prompt.rank(Pool.parse(self.pool).apply(prompt, raw), normalize=self.normalize)
+        pool = Pool.parse(self.pool)
+        if pool.kind == "sentence":
+            raw, pool = pool.apply(prompt, raw), Pool("none")
+        return prompt.rank(raw, pool, self.normalize)
 
     def rows(self, prompt: ObservedPrompt) -> list[int]:
         """Sets of positions to choose in each layer; one in all with granularity "cell"."""

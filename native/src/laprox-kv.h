@@ -170,7 +170,7 @@ public:
     uint32_t           n_prompt = 0;  // tokens cached when the window had been decoded, 0: nothing observed
     bool               scored   = false;
 
-    uint32_t n_total = 0; // tokens, from the first on, whose queries are in the column sums
+    uint32_t                      n_total = 0; // tokens, from the first on, whose queries are in the column sums
     std::unique_ptr<laprox_pages> pages; // page selection, nullptr: off
 
     laprox_stats stats = {};
@@ -186,14 +186,14 @@ public:
     uint32_t n_tail() const { return tail.size(); }
 
 private:
-    bool observing = false;  // the next decode is the window
-    bool observed  = false;  // the last decode was
-    bool stale     = false;  // graphs built so far must not be reused
+    bool observing    = false;  // the next decode is the window
+    bool observed     = false;  // the last decode was
+    bool stale        = false;  // graphs built so far must not be reused
     bool scored_heads = false; // the scores are per query head
 
     std::vector<double> totals; // [n_head_kv_total][kv_size] column sums, empty: none
 
-    bool released  = false;  // a cleared cache could not get its small prompt buffer yet
+    bool released = false;  // a cleared cache could not get its small prompt buffer yet
 
     uint32_t n_cand     = 0; // positions before the tail at the eviction
     uint32_t n_kept_max = 0; // most kept candidates of a head
