@@ -165,7 +165,7 @@ def each(scores: F64, counts: Sequence[int], sinks: int = 0) -> Mask:
 def rounded(due: F64, total: int) -> list[int]:
     """Integers that sum to `total`, by largest remainder, the lower index first."""
     counts = [int(np.floor(round(float(x), 9))) for x in due]
-    for i in sorted(range(len(counts)), key=lambda i: (counts[i] - round(float(due[i]), 9), i))[: total - sum(counts)]:
+    for i in sorted(range(len(counts)), key=lambda i: (round(counts[i] - float(due[i]), 9), i))[: total - sum(counts)]:
         counts[i] += 1
     assert sum(counts) == total
     return counts

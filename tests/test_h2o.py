@@ -69,7 +69,7 @@ def llm(shared: Llama) -> Llama:
 
 
 @pytest.mark.parametrize(
-    ("n_batch", "n_ubatch"), [(512, 64), (512, 128), (64, 512), pytest.param(234, 150, marks=pytest.mark.slow)]
+    ("n_batch", "n_ubatch"), [(512, 64), (512, 128), (150, 512), pytest.param(64, 234, marks=pytest.mark.slow)]
 )
 def test_batches_do_not_matter(n_batch: int, n_ubatch: int) -> None:
     llm = make(n_batch=n_batch, n_ubatch=n_ubatch)
@@ -116,7 +116,18 @@ def after_an_eviction(llm: Llama) -> None:
     llm.eval(ids())
 
 
-@pytest.mark.parametrize("way", [one_by_one, in_turns, after_a_cut, after_an_eviction])
+def after_a_refusal(llm: Llama) -> None:
+    """The sums were there, but nothing could be evicted; what is added is shorter than the window."""
+    with mock.patch.object(type(llm._policy), "keep", refuse), pytest.warns(RuntimeWarning, match="no memory"):
+        llm.eval(ids(N - 10))
+    llm.eval(ids(10, N - 10))
+
+
+def refuse(*_: Any) -> Any:
+    raise MemoryError("no memory")
+
+
+@pytest.mark.parametrize("way", [one_by_one, in_turns, after_a_cut, after_an_eviction, after_a_refusal])
 def test_the_way_into_the_cache_does_not_matter(llm: Llama, way: Callable[[Llama], None]) -> None:
     way(llm)
     assert llm.kv_stats().n_prompt == N
@@ -135,10 +146,6 @@ def test_a_cut_in_the_window_and_a_second_turn_keep_the_set(llm: Llama) -> None:
 
 def test_sums_outlive_a_refused_eviction(llm: Llama) -> None:
     """No query is lost or counted twice. Not to the bit: the ubatches are others."""
-
-    def refuse(*_: Any) -> Any:
-        raise MemoryError("no memory")
-
     with mock.patch.object(type(llm._policy), "keep", refuse), pytest.warns(RuntimeWarning, match="no memory"):
         llm.eval(ids(70))
     llm.eval(ids(N - 70, 70))
