@@ -44,6 +44,7 @@ class Session(Llama):
             policy.check_model(model_path)
         self.prefill_s = 0.0
         self._end = 0
+        self._known: dict[Any, Any] = {}  # scores that cells have in common
         self._logits: F32 | None = None
 
     def _check_budget(self, policy: EvictionPolicy, n_prompt: int) -> None:
@@ -65,6 +66,7 @@ class Session(Llama):
         self.eval(tokens)
         self.prefill_s = time.perf_counter() - start
         self._end = len(tokens)
+        self._known = {}
         self._logits = self.last_logits()
 
     @contextmanager
@@ -77,7 +79,9 @@ class Session(Llama):
             return
         assert self._logits is not None
         k = cell.budget.kept(self._end, cell.policy.window, self._bytes_per_token)
-        self._prompt = ObservedPrompt(self.ctx, self._end, cell.policy.window, self.model_path, self._pieces)
+        self._prompt = ObservedPrompt(
+            self.ctx, self._end, cell.policy.window, self.model_path, self._pieces, self._known
+        )
         start = time.perf_counter()
         kept = cell.policy.keep(self._prompt, k)
         self._plan_ms = 1000 * (time.perf_counter() - start - self._prompt.scoring_s)
