@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,16 +14,20 @@ import llama_cpp.llama_chat_format as chat_format
 from ..haystack import paragraphs
 from ..llama import Llama
 
-PYTHON = "python"
+PYTHON, CODE = "python", "code"
+_MODULES = "argparse ast calendar configparser csv difflib doctest fractions heapq inspect logging pdb statistics"
 
 
 def source(name: str) -> list[str]:
-    """Paragraphs of a haystack: "python" (its documentation, on every machine) or a text file (UTF-8).
+    """Paragraphs of a haystack: "python" (its documentation), "code" (modules of its library) or a text file (UTF-8).
 
     Raises ValueError for a file that is missing, no text, or one paragraph only.
     """
     if name == PYTHON:
         return paragraphs()
+    if name == CODE:
+        modules = [inspect.getsource(importlib.import_module(m)) for m in _MODULES.split()]
+        return [block for text in modules for block in text.split("\n\n") if block.strip()]
     try:
         text = Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# The tables of docs/results, part by part. A part that was stopped goes on where it was; each takes under two hours on
+# 2 cores.
+#
+#   scripts/reproduce.sh list                 the parts
+#   scripts/reproduce.sh PART...              run some, e.g. needle-qwen-2k; add SHARD=0/4 to split one over machines
+#   scripts/reproduce.sh all                  run all, then write the report
+#   scripts/reproduce.sh --quick              15 minutes: small models, short prompts, few samples, into results-quick/
+#   scripts/reproduce.sh report               the HTML report of what is there
+#
+# OUT is the folder of the results (docs/results), THREADS the cores to use.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+OUT="${OUT:-docs/results}"
+SHARD="${SHARD:-0/1}"
+THREADS="${THREADS:-$(nproc)}"
+
+SMOL=smollm2-135m
+QWEN=qwen2.5-coder-0.5b
+
+ALL="laprox,laprox:preset=paper,laprox:preset=paper:alloc=layer,criticalkv,criticalkv:pool=reach12:0.3,snapkv,adakv"
+ALL="$ALL,pyramidkv,h2o,tova,keydiff,streaming,random,duo,quest"
+FORMS="laprox,laprox:preset=l2,laprox:normalize=none,laprox:pool=sentence:0.25,laprox:score=output_norm"
+FORMS="$FORMS,laprox:preset=paper,laprox:preset=paper:normalize=zscore,laprox:preset=paper:granularity=cell"
+RIVAL="laprox,snapkv"
+BUDGETS="0.025,0.05,0.1,0.2,0.5"
+
+SINGLE="kind=single+multikey"
+HARD="kind=reversed+multivalue+multiquery+paraphrase"
+SMALL="digits=4:open_answer=yes" # a small model remembers fewer digits, and needs its answer begun for it
+
+# name, model, samples, methods, budgets, KV types, task
+parts() {
+    cat <<EOF
+needle-smol-2k          $SMOL 40 $ALL   $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12
+needle-smol-4k          $SMOL 40 $ALL   $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12:tokens=4096
+needle-qwen-2k          $QWEN 40 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16
+needle-qwen-4k          $QWEN 40 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=4096
+needle-qwen-8k          $QWEN 20 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=8192
+needle-qwen-16k         $QWEN 8  $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=16384
+hard-smol-2k            $SMOL 40 $ALL   $BUDGETS f16 needle:$HARD:$SMALL:max_tokens=24
+hard-qwen-2k            $QWEN 40 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40
+hard-qwen-4k            $QWEN 40 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40:tokens=4096
+forms-smol-2k           $SMOL 40 $FORMS $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12:seed=1
+forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$SINGLE:max_tokens=16:seed=1
+text-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation
+text-smol-4k            $SMOL 20 $ALL   $BUDGETS f16 continuation:tokens=4096
+text-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128
+text-qwen-4k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128:tokens=4096
+code-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation:haystack=code
+code-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:haystack=code:n=128
+questions-smol-2k       $SMOL 20 $ALL   $BUDGETS f16 multi_question:max_tokens=24
+questions-qwen-2k       $QWEN 20 $ALL   $BUDGETS f16 multi_question:max_tokens=12
+questions-blind-smol-2k $SMOL 20 $ALL   $BUDGETS f16 multi_question:max_tokens=24:aware=no
+questions-blind-qwen-2k $QWEN 20 $ALL   $BUDGETS f16 multi_question:max_tokens=12:aware=no
+similarity-qwen-2k      $QWEN 20 $ALL   $BUDGETS f16 similarity
+rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$SMALL:max_tokens=12:seed=2
+rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
+rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:seed=2
+rival-text-qwen-2k      $QWEN 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
+EOF
+}
+
+# duo ranks the heads of a model once
+calibrate() {
+    local model="$1"
+    python - "$model" <<'EOF' || laprox-llamacpp calibrate duo "$model"
+import sys
+from laprox_llamacpp import EvictionPolicy, models
+try:
+    EvictionPolicy.parse("duo").check_model(str(models.fetch(sys.argv[1])))
+except ValueError:
+    sys.exit(1)
+EOF
+}
+
+run() {
+    local name="$1" model="$2" samples="$3" methods="$4" budgets="$5" types="$6" task="$7"
+    [[ "$methods" != *duo* ]] || calibrate "$model"
+    echo "== $name"
+    laprox-llamacpp eval "$task" --model "$model" --methods "$methods" --budgets "$budgets" --kv-type "$types" \
+        --samples "$samples" --shard "$SHARD" --threads "$THREADS" --out "$OUT/$name"
+}
+
+quick() {
+    OUT="${1:-results-quick}"
+    local some="laprox,laprox:preset=paper,snapkv,h2o,streaming"
+    run needle    $SMOL 8 "$some" 0.1,0.3 f16 "needle:$SINGLE:$SMALL:max_tokens=12:tokens=768"
+    run text      $SMOL 4 "$some" 0.1,0.3 f16 continuation:tokens=768:n=64
+    run questions $SMOL 2 "$some" 0.1,0.3 f16 multi_question:tokens=768:questions=3:orders=2
+    run rival     $SMOL 4 laprox  0.1,0.3 f16,q8_0,q4_0 "needle:$SINGLE:$SMALL:max_tokens=12:tokens=768:seed=2"
+    report
+}
+
+report() { laprox-llamacpp report "$OUT" --out "$OUT/report"; }
+
+case "${1:-list}" in
+list) parts ;;
+--quick) quick ;;
+report) report ;;
+all)
+    while read -r line; do run $line; done < <(parts)
+    report
+    ;;
+*)
+    for name in "$@"; do
+        line="$(parts | grep "^$name ")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }
+        run $line
+    done
+    ;;
+esac
