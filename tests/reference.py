@@ -133,7 +133,7 @@ def by_sentence(decay: float, groups: Sequence[Sequence[int]]) -> Callable[[F64]
     """Own score, or the decayed best of the sentence's candidates."""
 
     def pool(x: F64) -> F64:
-        out = x.copy()
+        out: F64 = x.copy()
         for group in groups:
             tokens = [i for i in group if i < x.shape[-1]]
             if tokens:
@@ -394,8 +394,10 @@ class Reference:
 
 def _column(a: F64, statistic: str) -> F64:
     """[.., w, M] -> [.., M]."""
-    if statistic == "max":
-        return a.max(axis=-2)
-    if statistic == "l2":
-        return np.sqrt((a * a).sum(axis=-2))
-    return a[..., -1, :] if statistic == "last" else a.sum(axis=-2)
+    out: F64 = {
+        "max": lambda: a.max(axis=-2),
+        "l2": lambda: np.sqrt((a * a).sum(axis=-2)),
+        "sum": lambda: a.sum(axis=-2),
+        "last": lambda: a[..., -1, :],
+    }[statistic]()
+    return out
