@@ -216,7 +216,8 @@ def merge(folders: Sequence[Path], out: Path) -> None:
     """Put the shards of a run, measured in FOLDERS, into one folder."""
     from .evaluate import runner
 
-    click.echo(f"{runner.merge(folders, out)} samples in {out}")
+    held, all_ = runner.merge(folders, out)
+    click.echo(f"{held} of {all_} samples in {out}")
 
 
 @cli.group()

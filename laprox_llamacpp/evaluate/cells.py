@@ -26,8 +26,8 @@ class Cell:
 def grid(methods: Sequence[str], budgets: Sequence[str | float | int]) -> list[Cell]:
     """Every method at every budget, methods first; "full" is always measured and may be named, too.
 
-    Raises ValueError for an unknown method, a bad budget, and for methods with different windows: one observation
-    serves them all.
+    A cell that is named twice is there once. Raises ValueError for an unknown method, a bad budget, methods without a
+    budget, and methods with different windows: one observation serves them all.
     """
     policies = [EvictionPolicy.parse(m) for m in methods if m != FULL]
     windows = {p.window for p in policies}
@@ -36,4 +36,7 @@ def grid(methods: Sequence[str], budgets: Sequence[str | float | int]) -> list[C
             f"methods with windows of {', '.join(map(str, sorted(windows)))} tokens, expected one window for all: "
             "they share a prefill; run them one after another"
         )
-    return [Cell(p, Budget.parse(b)) for p in policies for b in budgets]
+    if policies and not budgets:
+        raise ValueError("no budgets, expected at least one such as 0.1")
+    cells = [Cell(p, Budget.parse(b)) for p in policies for b in budgets]
+    return list({c.name: c for c in cells}.values())

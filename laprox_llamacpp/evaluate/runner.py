@@ -113,6 +113,7 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
     _claim(out / RUN_FILE, setup)
     file = out / spec.samples_file
     records = {(r["kv_type"], r["index"]): r for r in read(file)}
+    _drop_torn_line(file)
     i, n = spec.shard
     todo = [(t, s) for t in spec.kv_types for s in range(spec.n_samples) if s % n == i and (t, s) not in records]
     total = len(todo) + len(records)
@@ -131,7 +132,7 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
 def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
     session = Session(
         str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
-        n_threads=spec.n_threads, n_threads_batch=spec.n_threads,
+        n_threads=spec.n_threads, n_threads_batch=spec.n_threads, watch=spec.task.watch,
     )  # fmt: skip
     try:
         for index in indices:
@@ -157,9 +158,7 @@ def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[s
 def _claim(file: Path, setup: dict[str, Any]) -> None:
     """Write run.json, or check that the folder's is of the same run."""
     if not file.exists():
-        draft = file.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n", encoding="utf-8")
-        draft.replace(file)
+        _write(file, json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n")
         return
     theirs = json.loads(file.read_text(encoding="utf-8"))["setup"]
     different = [key for key in setup if json.loads(json.dumps(setup[key])) != theirs.get(key)]
@@ -169,36 +168,56 @@ def _claim(file: Path, setup: dict[str, Any]) -> None:
         )
 
 
+def _write(file: Path, text: str) -> None:
+    """All of it, or nothing."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(file)
+
+
 def read(file: Path) -> list[dict[str, Any]]:
-    """Records of a file; a last line that a kill cut short is dropped from the file, too."""
+    """Records of a file, none if it is missing; a last line that a kill cut short does not count.
+
+    Raises ValueError for another line that is no record.
+    """
     if not file.exists():
         return []
-    data = file.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) != len(data):
-        file.write_bytes(whole)
-    return [json.loads(line) for line in whole.splitlines()]
+    lines = file.read_bytes().split(b"\n")[:-1]
+    records = []
+    for i, line in enumerate(lines, 1):
+        try:
+            records.append(json.loads(line))
+        except ValueError as e:
+            raise ValueError(f"line {i} of {file} is no record ({e}); remove that line to measure it again") from e
+    return records
 
 
-def merge(folders: Sequence[Path], out: Path) -> int:
-    """Put the samples of shards that ran elsewhere into one folder; returns how many records it holds.
+def _drop_torn_line(file: Path) -> None:
+    if file.exists():
+        os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
+
+
+def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
+    """Put the samples of shards that ran elsewhere into one folder; returns how many records it holds, and how many the
+    whole run has.
 
     Raises ValueError when the folders hold different runs.
     """
     records: dict[tuple[str, int], dict[str, Any]] = {}
-    out.mkdir(parents=True, exist_ok=True)
     for folder in folders:
         if not (folder / RUN_FILE).exists():
             raise ValueError(f"{folder} holds no {RUN_FILE}, expected the --out of an eval")
-        head = json.loads((folder / RUN_FILE).read_text(encoding="utf-8"))
+    out.mkdir(parents=True, exist_ok=True)
+    for folder in [*folders, out]:
+        text = (folder / RUN_FILE).read_text(encoding="utf-8")  # of the first folder when `out` is new
+        setup = json.loads(text)["setup"]
         if not (out / RUN_FILE).exists():
-            (out / RUN_FILE).write_text(json.dumps(head, indent=1) + "\n", encoding="utf-8")
-        _claim(out / RUN_FILE, head["setup"])
+            _write(out / RUN_FILE, text)
+        _claim(out / RUN_FILE, setup)
         for file in sorted(folder.glob(SAMPLES)):
             records.update({(r["kv_type"], r["index"]): r for r in read(file)})
+    _write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
     for file in out.glob(SAMPLES):
-        records.update({(r["kv_type"], r["index"]): r for r in read(file)})
-        file.unlink()
-    lines = "".join(json.dumps(records[key]) + "\n" for key in sorted(records))
-    (out / "samples.jsonl").write_text(lines, encoding="utf-8")
-    return len(records)
+        if file.name != "samples.jsonl":
+            file.unlink()
+    return len(records), setup["n_samples"] * len(setup["kv_types"])

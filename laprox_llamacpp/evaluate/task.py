@@ -30,12 +30,14 @@ class Sample:
 class Task:
     """A kind of measurement. Subclasses are dataclasses whose fields are the options on the command line.
 
-    `higher` names the metric that tables and plots show, and whether more of it is better.
+    `metric` names what tables and plots show, `higher` says whether more of it is better, `watch` whether the task
+    looks at attention outputs.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     higher: ClassVar[bool] = True
+    watch: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, spec: str) -> Task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import random
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ..llama import Llama
 
 PYTHON, CODE = "python", "code"
 _MODULES = "argparse ast calendar configparser csv difflib doctest fractions heapq inspect logging pdb statistics"
+_SPACE = re.compile(r"(?<=[^ ]) ")  # a word keeps the further spaces before it
 
 
 def source(name: str) -> list[str]:
@@ -44,8 +46,22 @@ def shuffled(name: str, rng: random.Random, n_words: int) -> list[str]:
     words: list[str] = []
     while len(words) < n_words:
         rng.shuffle(pool)
-        words += [*" \n\n ".join(pool).split(" "), "\n\n"]
+        words += [*_SPACE.split(" \n\n ".join(pool)), "\n\n"]
     return words
+
+
+def stretch(llm: Llama, name: str, rng: random.Random, n_tokens: int) -> tuple[int, list[int]]:
+    """`n_tokens` tokens of the source from a random paragraph on, and the number of that paragraph.
+
+    Paragraphs keep their order, and the text begins again after the last one. Raises ValueError when it is too short.
+    """
+    pool = source(name)
+    start = rng.randrange(len(pool))
+    text = "\n\n".join(pool[start:] + pool[:start])
+    tokens: list[int] = llm.tokenize(text.encode())[:n_tokens]
+    if len(tokens) < n_tokens:
+        raise ValueError(f"haystack {name!r} has {len(tokens)} tokens, expected at least {n_tokens}")
+    return start, tokens
 
 
 def hide(words: Sequence[str], sentences: Sequence[str], depths: Sequence[float]) -> str:
@@ -75,9 +91,9 @@ def longest(words: Sequence[str], n_tokens: int, build: Callable[[Sequence[str]]
 def chat(llm: Llama, messages: Sequence[dict[str, Any]]) -> str:
     """Turns in the model's chat template, up to where the assistant answers; plain text for a model without one."""
     template = llm.metadata.get("tokenizer.chat_template")
-    if template is None:
-        return "\n\n".join([*(m["content"] for m in messages), "Answer:"])
     eos, bos = (llm._model.token_get_text(t) if t >= 0 else "" for t in (llm.token_eos(), llm.token_bos()))
+    if template is None:
+        return (bos if llm._model.add_bos_token() else "") + "\n\n".join([*(m["content"] for m in messages), "Answer:"])
     made = chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)(messages=list(messages))
     text: str = made.prompt
     return text

@@ -6,5 +6,6 @@ from ..task import Task
 from .continuation import Continuation
 from .multi_question import MultiQuestion
 from .needle import Needle
+from .similarity import Similarity
 
-TASKS: dict[str, type[Task]] = {task.name: task for task in (Continuation, MultiQuestion, Needle)}
+TASKS: dict[str, type[Task]] = {task.name: task for task in (Continuation, MultiQuestion, Needle, Similarity)}

@@ -12,7 +12,7 @@ import numpy as np
 from ...parts.options import int_at_least
 from ..session import Session
 from ..task import Sample, Task
-from ..texts import source
+from ..texts import stretch
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,7 @@ class Continuation(Task):
     def sample(self, session: Session, index: int) -> Sample:
         """A stretch of the text, from a random paragraph on; paragraphs keep their order."""
         rng = random.Random(f"{self.seed}/{index}")
-        paragraphs = source(self.haystack)
-        start = rng.randrange(len(paragraphs))
-        text = "\n\n".join(paragraphs[start:] + paragraphs[:start])
-        tokens = session.tokenize(text.encode(), add_bos=False)[: self.tokens + self.n]
-        if len(tokens) < self.tokens + self.n:
-            raise ValueError(f"haystack {self.haystack!r} has {len(tokens)} tokens, expected {self.tokens + self.n}")
+        start, tokens = stretch(session, self.haystack, rng, self.tokens + self.n)
         after = tokens[self.tokens :]
         info = {"start": start, "after": session.detokenize(after).decode("utf-8", errors="replace")}
         return Sample(index, tokens[: self.tokens], info, {"after": after})

@@ -13,6 +13,8 @@ from ..task import Sample, Task
 from ..texts import chat, hide, longest, shuffled, tokenize
 from .needle import ADJECTIVES, NOUNS
 
+_ANSWER = "ANSWER0"  # stands for what the model has said
+
 
 @dataclass(frozen=True)
 class MultiQuestion(Task):
@@ -43,6 +45,8 @@ class MultiQuestion(Task):
         int_at_least("tokens", self.tokens, 256)
         int_at_least("questions", self.questions, 1)
         int_at_least("orders", self.orders, 1)
+        int_at_least("digits", self.digits, 2)
+        int_at_least("max_tokens", self.max_tokens, 1)
         one_of("aware", self.aware, ("yes", "no"))
         if self.questions > len(NOUNS):
             raise ValueError(f"questions is {self.questions}, expected at most {len(NOUNS)}")
@@ -107,23 +111,22 @@ class MultiQuestion(Task):
         at = turn.rindex(text) + len(text)
         return turn[:at], turn[at:]
 
+    def _next_turn(self, session: Session, question: str) -> str:
+        """What the template puts between an answer and where the next one begins."""
+        turns = [("user", "Hello"), ("assistant", _ANSWER), ("user", question)]
+        made = chat(session, [{"role": role, "content": content} for role, content in turns])
+        return made[made.rindex(_ANSWER) + len(_ANSWER) :]
+
     def _conversation(self, session: Session, sample: Sample, order: Sequence[int]) -> list[str]:
         asked = sample.info["questions"]
-        head, tail = self._first_turn(session, sample.memo["text"], asked[0])
-        done = head + tail if self.aware == "yes" else head
-        messages: list[dict[str, Any]] = []
         answers: list[str] = []
         for i, q in enumerate(order):
-            content = asked[q] if i else f"{sample.memo['text']}\n\n{asked[q]}"
-            messages.append({"role": "user", "content": content})
-            whole = chat(session, messages)
             if i == 0 and self.aware == "yes":
-                answer = session.answer(self.max_tokens)
+                answers.append(session.answer(self.max_tokens))
+                continue
+            if i == 0:
+                added = self._first_turn(session, sample.memo["text"], asked[q])[1]
             else:
-                # what the template adds to what is in the cache; one that rewrites earlier turns goes on after them
-                added = whole[len(done) :] if whole.startswith(done) else whole[whole.rindex(asked[q]) :]
-                answer = session.ask(tokenize(session, added), self.max_tokens)
-            answers.append(answer)
-            messages.append({"role": "assistant", "content": answer})
-            done = whole + answer
+                added = self._next_turn(session, asked[q])
+            answers.append(session.ask(tokenize(session, added), self.max_tokens))
         return answers
