@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
     from .parts.pool import Pool
 
 F32 = npt.NDArray[np.float32]
-_ENDS = (b".", b"!", b"?", "\u3002".encode(), "\uff01".encode(), "\uff1f".encode())
+# a line break, .!? before white space, and the marks of scripts that put none after them
+_SENTENCE_END = re.compile("\\n|[.!?](?=\\s)|\u3002|\uff01|\uff1f".encode())
 
 
 class ObservedPrompt:
@@ -103,13 +105,17 @@ class ObservedPrompt:
         return np.concatenate(means).astype(np.float32)
 
     def sentence_starts(self) -> npt.NDArray[np.intp]:
-        """First candidate of each sentence or line of the prompt's text, ascending from 0."""
-        pieces = list(self._pieces())[: self.n_cand] if self._pieces else []
-        starts = [0] if self.n_cand else []
-        for i, (piece, after) in enumerate(zip(pieces, pieces[1:]), 1):
-            if b"\n" in piece or (piece.rstrip().endswith(_ENDS) and after[:1].isspace()):
-                starts.append(i)
-        return np.array(starts, np.intp)
+        """First candidate of each sentence or line of the prompt's text, ascending from 0.
+
+        Raises ValueError when the prompt came without its text.
+        """
+        if self._pieces is None:
+            raise ValueError("the sentences of a prompt need its text, which was not given")
+        pieces = list(self._pieces())[: self.n_cand]
+        begins = np.cumsum([0, *map(len, pieces)])[:-1]
+        ends = [m.end() for m in _SENTENCE_END.finditer(b"".join(pieces))]
+        sentence = np.searchsorted(ends, begins, side="right")
+        return np.flatnonzero(np.diff(sentence, prepend=-1))
 
     def rank(self, scores: F32, pool: Pool | None = None, normalize: str = "none") -> F32:
         """Pooled and normalised scores; [n_heads, n_cand], or any number of rows when nothing is normalised."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# before NumPy is loaded: its threads cost more than they give on the small products of the references
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 

@@ -118,9 +118,9 @@ def reach(radius: int, decay: float) -> Callable[[F64], F64]:
 
 
 def sentences(pieces: Sequence[bytes]) -> list[list[int]]:
-    """Tokens of each sentence or line of the joined text: it ends with a line break, or with .!? before white space."""
+    """Tokens of each sentence or line of the text: it ends with a line break, .!? before white space, or 。！？."""
     text = b"".join(pieces)
-    ends = [m.end() for m in re.finditer(rb"\n|[.!?](?=\s)", text)]
+    ends = [m.end() for m in re.finditer("\n|[.!?](?=[ \t\n\r])|。|！|？".encode(), text)]
     groups: dict[int, list[int]] = {}
     begin = 0
     for i, piece in enumerate(pieces):

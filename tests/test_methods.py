@@ -203,7 +203,9 @@ def test_kept_set_is_the_definitions(model: str, spec: str) -> None:
     compare(engine(model), spec, {**LAPROX, **OTHERS}[spec])
 
 
-@pytest.mark.parametrize("spec", ["snapkv", "pyramidkv", "criticalkv"])
+@pytest.mark.parametrize(
+    "spec", ["snapkv", "adakv", "pyramidkv", "criticalkv", "laprox:alloc=pyramid2:protect_sinks=0"]
+)
 def test_heads_have_the_definitions_counts(model: str, spec: str) -> None:
     """To the entry: where the counts do not hang on the scores."""
     at = engine(model)
@@ -245,6 +247,7 @@ def test_rows_are_what_the_ops_read(model: str) -> None:
     at = engine(model)
     at.capture.on = True
     prompt = at.prompt
+    prompt._known.clear()
     at.score("max", "l2")
     at.capture.on = False
     assert sorted(at.capture.score_ops) == at.reference.layers
@@ -292,6 +295,8 @@ def test_definitions_differ(model: str) -> None:
         "a|.",
         "a|\n",
         "x|.\n\n|y|\n| z",
+        "a|. |B|? |c| .|d",
+        "你好|。|我|很好|！|你|呢|？|x",
     ],
 )
 def test_sentences_start_where_the_text_says(text: str) -> None:

@@ -178,6 +178,7 @@ def test_no_method_of_its_own() -> None:
     [
         ([1, 1, 1], 7, 9, [3, 2, 2]),  # equal remainders: lower index
         ([0.5, 2.5, 1.0], 4, 9, [1, 2, 1]),  # .5 and .5: lower index
+        ([0.8 * n + 0.4 for n in (0, 1, 5)], 6, 9, [1, 1, 4]),  # .4, .2, .4, which floats do not hold
         ([0, 0], 3, 9, [2, 1]),
         ([9, 1], 10, 6, [6, 4]),  # what the limit cuts goes to the others
         ([5, 5], 0, 9, [0, 0]),

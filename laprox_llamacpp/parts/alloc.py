@@ -118,6 +118,7 @@ def apportion(due: npt.ArrayLike, total: int, limit: npt.ArrayLike) -> list[int]
     counts = np.minimum(np.floor(share + 1e-9).astype(np.int64), cap)
     while counts.sum() < total:
         open_ = np.flatnonzero(counts < cap)
-        first = open_[np.argsort(-(share - counts)[open_], kind="stable")]
+        left = np.round(share - counts, 9)  # equal remainders are equal, whatever the arithmetic made of them
+        first = open_[np.argsort(-left[open_], kind="stable")]
         counts[first[: total - counts.sum()]] += 1
     return [int(n) for n in counts]
