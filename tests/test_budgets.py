@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from lowlevel import Context, golden
 
-from laprox_llamacpp import Llama, _native, models
+from laprox_llamacpp import Llama, _native, duo_profile, models
 from laprox_llamacpp.budget import Budget
 from laprox_llamacpp.observed import ObservedPrompt
 from laprox_llamacpp.policy import EvictionPolicy, methods
@@ -23,8 +25,13 @@ from laprox_llamacpp.stats import KVStats
 Kept = dict[tuple[int, int], npt.NDArray[np.int32]]
 
 N, W = 24, 8
-APART = {"quest": "evicts nothing", "duo": "needs a profile, which gives the counts"}
+APART = {"quest": "evicts nothing"}
 METHODS = sorted(set(methods()) - set(APART))
+HEADS = {  # evictable layers, KV heads of each
+    "smollm2-135m": (range(30), 3),
+    "qwen2.5-coder-0.5b": (range(24), 2),
+    "gemma-3-270m": ((5, 11, 17), 1),
+}
 ROWS = {
     "smollm2-135m": (30 * 3, 2 * 64 * 2),
     "qwen2.5-coder-0.5b": (24 * 2, 2 * 64 * 2),
@@ -44,9 +51,26 @@ def prompt_ids(model: str, n: int = N) -> list[int]:
     return [int(t) for t in golden(known)["ids"][:n]]
 
 
+@cache
+def profile(model: str) -> str:
+    """Of duo: scores that rank the heads at random."""
+    file = Path(tempfile.mkdtemp()) / f"{model}.json"
+    rng = np.random.default_rng(0)
+    layers, n_head_kv = HEADS[model]
+    heads = tuple((il, h, float(rng.random())) for il in layers for h in range(n_head_kv))
+    fingerprint = duo_profile.fingerprint(models.fetch(model))
+    duo_profile.save(duo_profile.Profile(fingerprint, model, max(layers) + 1, heads), file)
+    return str(file)
+
+
+def spec(model: str, method: str) -> str:
+    options = f":protect_sinks=2:recent=8:profile={profile(model)}" if method == "duo" else ""
+    return f"{method}:window={W}{options}"
+
+
 def make(model: str, method: str, budget: Any) -> Llama:
     return Llama(
-        str(models.fetch(model)), kv_evict=f"{method}:window={W}", budget=budget, n_ctx=256, n_threads=1,
+        str(models.fetch(model)), kv_evict=spec(model, method), budget=budget, n_ctx=256, n_threads=1,
         n_threads_batch=1, verbose=False,
     )  # fmt: skip
 
@@ -172,7 +196,7 @@ def observed(model: str) -> ObservedPrompt:
         _native.observe(ctx.ptr, len(chunk))
         ctx.decode(chunk)
         _native.accumulate(ctx.ptr)
-    prompt = ObservedPrompt(ctx.ptr, len(ids), W)
+    prompt = ObservedPrompt(ctx.ptr, len(ids), W, str(models.fetch(model)))
     score = prompt.score
 
     @cache
@@ -201,10 +225,10 @@ SPECS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_a_policy_keeps_exactly_k_a_head(model: str, spec: str) -> None:
+@pytest.mark.parametrize("method", SPECS)
+def test_a_policy_keeps_exactly_k_a_head(model: str, method: str) -> None:
     """For every k, from nothing to all."""
-    prompt, policy = observed(model), EvictionPolicy.parse(f"{spec}:window={W}")
+    prompt, policy = observed(model), EvictionPolicy.parse(spec(model, method))
     m = prompt.n_cand
     for k in (0, 1, 2, 3, 7, 20, m - 1, m):
         kept = policy.keep(prompt, k)
