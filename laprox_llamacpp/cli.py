@@ -220,6 +220,35 @@ def merge(folders: Sequence[Path], out: Path) -> None:
     click.echo(f"{held} of {all_} samples in {out}")
 
 
+@cli.command()
+@click.option("--model", default="smollm2-135m", show_default=True, help="A known name or a GGUF file.")
+@click.option("--tokens", "lengths", default="2048,8192", show_default=True, help="Of the prompts, commas between.")
+@click.option(
+    "--methods", default="laprox", show_default=True, metavar="SPECS", help="As --policy, with commas between."
+)
+@click.option("--budgets", default="0.05,0.2", show_default=True, help="With commas between.")
+@click.option("--kv-type", default="f16", show_default=True, help="Type of K and V: f32, f16, bf16, q8_0, q4_0.")
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Times that each cache decodes.")
+@click.option("--decode", "n_decode", default=24, show_default=True, type=click.IntRange(1), help="Tokens of a round.")
+@click.option("--threads", default=None, type=click.IntRange(1), help="All cores by default.")
+@click.option(
+    "--out", default=None, type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
+    help="Every measured number, as JSON.",
+)  # fmt: skip
+def bench(
+    model: str, lengths: str, methods: str, budgets: str, kv_type: str, rounds: int, n_decode: int,
+    threads: int | None, out: Path | None,
+) -> None:  # fmt: skip
+    """Measure speed and memory of evicted caches against the length of the prompt.
+
+    Each evicted cache decodes in turn with the full one and with the limit: a full cache of as many rows. Prints a
+    Markdown table.
+    """
+    from .evaluate import command
+
+    click.echo(command.bench(model, lengths, methods, budgets, kv_type, rounds, n_decode, threads, out))
+
+
 @cli.group()
 def calibrate() -> None:
     """Measure what a method needs to know about a model."""
@@ -271,6 +300,48 @@ def models(names: Sequence[str]) -> None:
     if not names:
         for name, known in models_.KNOWN.items():
             click.echo(f"{name:20} {known.size / 1e6:5.0f} MB  {known.about}")
+
+
+@cli.command()
+@click.argument("folder", metavar="DIR", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), metavar="DIR", help="DIR/report by default.")
+def report(folder: Path, out: Path | None) -> None:
+    """One HTML page about all runs in DIR and below, with figures and CSV files beside it."""
+    from .evaluate import report as report_
+
+    click.echo(report_.write(folder, out or folder / "report"))
+
+
+@cli.command()
+@click.option("--model", default="smollm2-135m", show_default=True, help="A known name or a GGUF chat model.")
+@click.option("--file", "document", type=click.File("rb"), help="The text (UTF-8); - reads standard input.")
+@click.option("--text", "name", type=click.Choice(["python", "code"]), help="A text that every machine has.")
+@click.option("--tokens", default=1024, show_default=True, type=click.IntRange(64), help="Longest prompt.")
+@click.option("--question", required=True, help="Asked after the text.")
+@click.option("--methods", default="laprox,snapkv", show_default=True, metavar="SPECS", help="With commas between.")
+@click.option("--budget", default="0.05", show_default=True, callback=_parse(Budget.parse), help="0.1, 1024 or 64MiB.")
+@click.option("--threads", default=None, type=click.IntRange(1), help="All cores by default.")
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE")
+def kept(
+    model: str, document: Any, name: str | None, tokens: int, question: str, methods: str, budget: Budget,
+    threads: int | None, out: Path,
+) -> None:  # fmt: skip
+    """An HTML page of what methods keep of a text: by layer, head and position, and word by word."""
+    if (document is None) == (name is None):
+        raise click.UsageError("give --file FILE or --text NAME, one of them")
+    from . import models as models_
+
+    text = None if document is None else _text(document)
+    path = models_.fetch(model)
+    from .evaluate import kept as kept_
+    from .evaluate import kept_page
+
+    found = kept_.measure(
+        str(path), text if text is not None else kept_.named_text(str(name)), question,
+        [m.strip() for m in methods.split(",") if m.strip()], str(budget), tokens, threads,
+    )  # fmt: skip
+    out.write_text(kept_page.render(found), encoding="utf-8")
+    click.echo(out)
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""`laprox-llamacpp eval`: from texts on the command line to a run."""
+"""`laprox-llamacpp eval` and `bench`: from texts on the command line to a run."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from .. import models
 from .._types import NAMES
+from . import bench as bench_
 from .runner import Run, run
 from .task import Task
 
@@ -23,10 +24,9 @@ def evaluate(
     out: Path, ray_address: str | None = None,
 ) -> None:  # fmt: skip
     """Arguments as the options of the command. Raises ValueError with one line for a bad one."""
-    types = _listed(kv_types)
-    for kind in types:
-        if kind not in NAMES:
-            raise ValueError(f"--kv-type {kind!r} is unknown, expected one of {', '.join(NAMES)}")
+    types = list(dict.fromkeys(map(_kv_type, _listed(kv_types))))
+    if not types:
+        raise ValueError(f"--kv-type is empty, expected one of {', '.join(NAMES)}")
     m = _SHARD.fullmatch(shard)
     if m is None or not int(m[1]) < int(m[2]):
         raise ValueError(f"--shard is {shard!r}, expected I/N with I from 0 to N-1, such as 0/4")
@@ -64,6 +64,34 @@ def on_ray(spec: Run, out: Path, address: str) -> None:
     n = spec.shard[1]
     remote: Any = ray.remote(num_cpus=spec.n_threads)(run)
     ray.get([remote.remote(replace(spec, shard=(i, n)), out.resolve()) for i in range(n)])
+
+
+def bench(
+    model: str, lengths: str, methods: str, budgets: str, kv_type: str, rounds: int, n_decode: int,
+    threads: int | None, out: Path | None,
+) -> str:  # fmt: skip
+    """The table. Arguments as the options of the command. Raises ValueError with one line for a bad one."""
+    if not all(n.isdigit() for n in _listed(lengths)):
+        raise ValueError(f"--tokens is {lengths!r}, expected numbers with commas between such as 2048,8192")
+    spec = bench_.Bench(
+        models.fetch(model), [int(n) for n in _listed(lengths)], _listed(methods), _listed(budgets),
+        _kv_type(kv_type), rounds, n_decode, threads or os.cpu_count() or 1,
+    )  # fmt: skip
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console,
+        transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    with bar:
+        shown = bar.add_task("", total=len(spec.lengths) * len(spec.cells))
+        result = bench_.run(spec, out, lambda what, done: bar.update(shown, description=what, completed=done))
+    return f"{spec.model_path.name}, {kv_type} cache, {spec.n_threads} threads\n\n{bench_.table(result)}"
+
+
+def _kv_type(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"--kv-type {name!r} is unknown, expected one of {', '.join(NAMES)}")
+    return name
 
 
 def _listed(text: str) -> list[str]:

@@ -11,6 +11,8 @@ from typing import Any, Callable
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import UnsupportedError
+
 import llama_cpp.llama_cpp as lib  # isort: skip
 
 F32 = npt.NDArray[np.float32]
@@ -51,7 +53,7 @@ class AttentionOutputs:
 
     `callback` is the `cb_eval` of the context. Outside of `of` it lets every node pass.
 
-    Raises RuntimeError when the library lays out a tensor in another way.
+    Raises UnsupportedError when the library lays out a tensor in another way.
     """
 
     def __init__(self) -> None:
@@ -62,7 +64,7 @@ class AttentionOutputs:
         self._get = _declare("ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, *sizes)
         here, there = ctypes.sizeof(_Tensor) + _OBJECT_BYTES, _declare("ggml_tensor_overhead", ctypes.c_size_t)()
         if here != there:
-            raise RuntimeError(f"a ggml_tensor takes {there} bytes in the library, expected {here}")
+            raise UnsupportedError(f"a ggml_tensor takes {there} bytes in the library, expected {here}")
         self._rows: dict[int, F32] | None = None
         self.callback = lib.ggml_backend_sched_eval_callback(self._on_node)
 
@@ -70,7 +72,7 @@ class AttentionOutputs:
     def of(self, layers: Sequence[int]) -> Iterator[Callable[[], F32]]:
         """While one token is decoded; what is yielded gives its outputs afterwards, [n_layer, n_embd].
 
-        Raises RuntimeError when a layer has no such product.
+        Raises UnsupportedError when a layer has no such product.
         """
         rows = self._rows = {}
         try:
@@ -82,7 +84,7 @@ class AttentionOutputs:
     def _stacked(rows: dict[int, F32], layers: Sequence[int]) -> F32:
         missing = [il for il in layers if il not in rows]
         if missing:
-            raise RuntimeError(f"no product with blk.{missing[0]}.attn_output.weight in the model's graph")
+            raise UnsupportedError(f"no product with blk.{missing[0]}.attn_output.weight in the model's graph")
         return np.stack([rows[il] for il in layers])
 
     def _on_node(self, tensor: int, ask: bool, _: Any) -> bool:

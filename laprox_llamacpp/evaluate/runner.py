@@ -158,7 +158,7 @@ def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[s
 def _claim(file: Path, setup: dict[str, Any]) -> None:
     """Write run.json, or check that the folder's is of the same run."""
     if not file.exists():
-        _write(file, json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n")
+        write(file, json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n")
         return
     theirs = json.loads(file.read_text(encoding="utf-8"))["setup"]
     different = [key for key in setup if json.loads(json.dumps(setup[key])) != theirs.get(key)]
@@ -168,7 +168,7 @@ def _claim(file: Path, setup: dict[str, Any]) -> None:
         )
 
 
-def _write(file: Path, text: str) -> None:
+def write(file: Path, text: str) -> None:
     """All of it, or nothing."""
     draft = file.with_name(f".{file.name}.{os.getpid()}")
     draft.write_text(text, encoding="utf-8")
@@ -212,11 +212,11 @@ def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
         text = (folder / RUN_FILE).read_text(encoding="utf-8")  # of the first folder when `out` is new
         setup = json.loads(text)["setup"]
         if not (out / RUN_FILE).exists():
-            _write(out / RUN_FILE, text)
+            write(out / RUN_FILE, text)
         _claim(out / RUN_FILE, setup)
         for file in sorted(folder.glob(SAMPLES)):
             records.update({(r["kv_type"], r["index"]): r for r in read(file)})
-    _write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
+    write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
     for file in out.glob(SAMPLES):
         if file.name != "samples.jsonl":
             file.unlink()

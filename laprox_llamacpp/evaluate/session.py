@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from ..errors import ComputeError
 from ..llama import Llama
 from ..observed import ObservedPrompt
 from ..policy import EvictionPolicy
@@ -237,7 +238,7 @@ class Session(Llama):
                 batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
                 batch.logits[i] = True
             if lib.llama_decode(self.ctx, batch) != 0:
-                raise RuntimeError(f"{n} tokens could not be decoded after {self.n_tokens}: {_native.last_error()}")
+                raise ComputeError(f"{n} tokens could not be decoded after {self.n_tokens}: {_native.last_error()}")
         finally:
             lib.llama_batch_free(batch)
         self.input_ids[self.n_tokens : self.n_tokens + n] = tokens
