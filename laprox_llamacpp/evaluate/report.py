@@ -322,4 +322,4 @@ def _names(experiments: Sequence[Experiment]) -> list[str]:
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_.]+", "-", text.removesuffix(".gguf") if hasattr(text, "removesuffix") else text)
+    return re.sub(r"[^A-Za-z0-9_.]+", "-", text.removesuffix(".gguf"))
