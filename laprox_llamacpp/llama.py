@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -298,7 +299,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
 
     def _pieces(self) -> list[bytes]:
         """The text of each cached token."""
-        return [self._model.token_to_piece(int(t), special=True) for t in self._input_ids]
+        return [token_bytes(self._model.vocab, int(t)) for t in self._input_ids]
 
     def _fall_back(self, why: str) -> None:
         """Go on with the full cache: say so once, and in the statistics."""
@@ -462,6 +463,14 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             return
         super().close()
         self._ctx = self._model = self._batch = self.tokenizer_ = Closed(self.model_path)
+
+
+def token_bytes(vocab: Any, token: int) -> bytes:
+    """Text of a token, special ones too; `token_to_piece` of llama_cpp gives 32 bytes, whatever the length."""
+    size = -int(lib.llama_token_to_piece(vocab, token, None, 0, 0, True))
+    buffer = ctypes.create_string_buffer(max(size, 1))
+    lib.llama_token_to_piece(vocab, token, buffer, size, 0, True)
+    return buffer.raw[:size]
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:

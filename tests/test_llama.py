@@ -484,3 +484,15 @@ def test_statistics_belong_to_the_last_prompt(llm: Llama, tokens: list[int]) -> 
 def test_impossible_contexts(path: str, n_ctx: int) -> None:
     with pytest.raises(ValueError, match="n_ctx"):
         make(path, n_ctx=n_ctx)
+
+
+def test_pieces_are_the_text(path: str) -> None:
+    """What sentences are found by, against the detokenised whole."""
+    llm = make(path, kv_evict="laprox:pool=sentence:0.25")
+    try:
+        text = "One fish. Two fish! Red\nfish? " + "x" * 40 + " Blöd, 魚。\n"
+        tokens = llm.tokenize(text.encode(), add_bos=False)
+        llm.eval(tokens)
+        assert b"".join(llm._pieces()) == text.encode() == llm.detokenize(tokens)
+    finally:
+        llm.close()

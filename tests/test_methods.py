@@ -61,7 +61,7 @@ class Engine:
     def pieces(self) -> list[bytes]:
         llm = Llama(str(self.path), vocab_only=True, verbose=False)
         try:
-            return [llm._model.token_to_piece(t, special=True) for t in self.ids]
+            return [llm.detokenize([t], special=True) for t in self.ids]
         finally:
             llm.close()
 

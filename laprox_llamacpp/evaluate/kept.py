@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
+from ..llama import token_bytes
 from .cells import Cell, grid
 from .session import Session
 from .texts import chat, source, tokenize
@@ -111,7 +111,7 @@ def measure(
         for cell in cells:
             with session.under(cell):
                 survivors.append(Survivors(cell, _rows(session, len(prompt), cell.policy.window)))
-        pieces = [_piece(session._model.vocab, t) for t in prompt]
+        pieces = [token_bytes(session._model.vocab, t) for t in prompt]
         controls = [bool(lib.llama_vocab_is_control(session._model.vocab, t)) for t in prompt]
         return Kept(
             Path(model_path).name, question, cells[0].policy.window,
@@ -156,11 +156,3 @@ def _rows(session: Session, n_prompt: int, window: int) -> npt.NDArray[np.bool_]
         for row, positions in zip(rows, _native.kept(session.ctx)):
             row[positions] = True
     return rows
-
-
-def _piece(vocab: Any, token: int) -> bytes:
-    """All bytes of a token; llama_cpp's own `token_to_piece` gives 32, whatever the length."""
-    size = -int(lib.llama_token_to_piece(vocab, token, None, 0, 0, True))
-    buffer = ctypes.create_string_buffer(max(size, 1))
-    lib.llama_token_to_piece(vocab, token, buffer, size, 0, True)
-    return buffer.raw[:size]
