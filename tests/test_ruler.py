@@ -84,6 +84,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("something is being downloaded")
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
 
 
 @pytest.fixture()
@@ -114,6 +115,20 @@ def test_documents_hold_their_answers_and_fit(subset: str, session: Session) -> 
         assert 300 < n <= 1024 and len(sample.tokens) + LIMITS.get(subset, 128) <= task.n_ctx
     with pytest.raises(ValueError, match=f"document 3 of {subset}, which has 3; raise ruler:n="):
         task.sample(session, 3)
+
+
+@pytest.mark.slow
+def test_nltk_data_is_not_fetched(session: Session, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """lm-eval's module would, when it is imported."""
+    import nltk
+
+    asked: list[str] = []
+    monkeypatch.setattr(nltk.data, "path", [])
+    monkeypatch.setattr(nltk, "download", asked.append)
+    for name in [n for n in sys.modules if n.startswith("lm_eval.tasks.ruler")]:
+        monkeypatch.delitem(sys.modules, name)
+    Task.parse("ruler:tokens=1024:n=1:subset=niah_single_1").sample(session, 0)
+    assert "lm_eval.tasks.ruler.prepare_niah" in sys.modules and not asked
 
 
 @pytest.mark.slow
