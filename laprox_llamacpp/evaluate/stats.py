@@ -19,7 +19,7 @@ REFERENCE = "laprox"
 ALL_KINDS = "all"
 DIVERGENCE = "kl"  # zero for the full cache by definition
 # tasks where a sample says something about eviction only if the full cache solves it
-NEEDS_FULL = ("needle",)
+NEEDS_FULL = ("needle", "ruler")
 LEAST_FULL = 0.2  # a model whose full cache scores less cannot do the task
 FEW = 10  # below this, a standard error is itself too uncertain to rank methods by
 
