@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._lib import load
-from .errors import from_status
+from .errors import ArgumentError, from_status
 from .parts.pool import Pool
 
 ATTENTION = {"max": 0, "l2": 1, "sum": 2, "last": 3, "total": 4, "none": 5}
@@ -298,6 +298,11 @@ def evict(ctx: Any, params: PlanParams, store: int = STORE_RAGGED) -> None:
 
 def set_kept(ctx: Any, kept: Sequence[npt.NDArray[np.int32]], store: int = STORE_RAGGED) -> None:
     """Commit a kept set made elsewhere: ascending candidate positions of each head, window excluded."""
+    n_heads = int(shape(ctx).n_head_kv)
+    if len(kept) != n_heads:
+        raise ArgumentError(f"a kept set of {len(kept)} heads, expected one array of positions for each of {n_heads}")
+    if any(not np.issubdtype(np.asarray(k).dtype, np.integer) for k in kept if len(k)):
+        raise ArgumentError("a kept set holds positions that are no integers, expected ascending int32 positions")
     n_kept = np.array([len(k) for k in kept], np.uint32)
     pos = np.concatenate([np.asarray(k, np.int32) for k in kept])
     _check(_set_kept(ctx, _ptr(n_kept, c_uint32), _ptr(pos, c_int32), store))

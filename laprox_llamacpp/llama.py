@@ -17,7 +17,7 @@ from . import _native, gguf_check
 from ._types import NAMES, kv_row_bytes, to_ggml_type
 from ._util import Clock, Closed
 from .budget import Budget
-from .errors import StateError, UnsupportedError
+from .errors import ArgumentError, StateError, UnsupportedError
 from .observed import ObservedPrompt
 from .policy import EvictionPolicy
 from .stats import KVStats
@@ -165,6 +165,8 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 f"the evicted cache cannot be cut at token {self.n_tokens}; call reset() and evaluate anew"
             )
         try:
+            if self.n_tokens == 0:
+                self._read_pages(None, self._budget, 0)
             if len(tokens) == 1:
                 with self._decode.time(1):
                     self._decode_now(tokens)
@@ -172,12 +174,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
                 self._prefill, self._decode = Clock(), Clock()
                 self._read_pages(None, self._budget, 0)
                 self._eval_prompt(self._policy, tokens)
+                self._read_pages(self._policy, self._budget, self.n_tokens)
             elif self.n_tokens == 0:
                 self._prefill, self._decode = Clock(), Clock()
                 self._note = self._method_note = None
-                self._read_pages(None, self._budget, 0)
                 with self._prefill.time(len(tokens)):
                     self._decode_now(tokens)
+                self._read_pages(self._policy, self._budget, self.n_tokens)
             else:
                 self._decode_now(tokens)
         except BaseException:
@@ -185,6 +188,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             raise
 
     def _decode_now(self, tokens: Sequence[int]) -> None:
+        if self._reads_pages and len(tokens) > 1 and len(tokens) % self.n_batch == 1:
+            # the parent would decode the last one alone, as if it were a step that selects pages
+            super().eval(tokens[:-2])
+            tokens = tokens[-2:]
         super().eval(tokens)
         lib.llama_synchronize(self.ctx)
 
@@ -268,9 +275,10 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             self._prompt = ObservedPrompt(self.ctx, n_prompt, policy.window, self.model_path, self._pieces)
             kept = policy.keep(self._prompt, k)
             self._plan_ms = 1000 * (time.perf_counter() - start - self._prompt.scoring_s)
+            self._prompt.forget()
             if kept is not None:
+                check_kept(policy, kept, self._n_heads * k)
                 _native.set_kept(self.ctx, kept, self._store)
-            self._read_pages(policy, self._budget, n_prompt)
         except MemoryError as e:
             self._fall_back(str(e) or "no memory for the scores")
         else:
@@ -294,8 +302,11 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
         rows = (Budget.parse(how.read) if how.read else budget).tokens(n_prompt, self._bytes_per_token)
         params = _native.pages_params(max(1, rows))
         params.page_size, params.n_pages_min, params.n_layer_dense = how.page, how.min_pages, how.dense
-        _native.set_pages(self.ctx, params)
-        self._reads_pages = True
+        try:
+            _native.set_pages(self.ctx, params)
+            self._reads_pages = True
+        except MemoryError as e:
+            self._pass_on(f"decode steps read everything, there is no memory for the tables of pages: {e}")
 
     def _pieces(self) -> list[bytes]:
         """The text of each cached token."""
@@ -463,6 +474,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             return
         super().close()
         self._ctx = self._model = self._batch = self.tokenizer_ = Closed(self.model_path)
+
+
+def check_kept(policy: EvictionPolicy, kept: Sequence[Any], n_keep: int) -> None:
+    """Raise ArgumentError when a method did not keep what it was told to."""
+    total = sum(len(positions) for positions in kept)
+    if total != n_keep:
+        raise ArgumentError(f"the method {policy.name!r} kept {total} candidates, expected exactly {n_keep}")
 
 
 def token_bytes(vocab: Any, token: int) -> bytes:

@@ -30,7 +30,7 @@ class ObservedPrompt:
         n_head_kv: KV heads of each layer; `n_heads` is their sum.
         n_head: query heads of each layer.
         model_path: the GGUF file.
-        raw: scores of the method before pooling, [n_heads, n_cand], when it has any.
+        raw: scores of the method, [n_heads, n_cand], when it has any: not pooled yet, unless the attention was.
         note: what the method could not do as its options say, in one line, for the statistics and a warning.
     """
 
@@ -81,6 +81,15 @@ class ObservedPrompt:
         scores, ms = self._known[key]
         self.score_ms += ms
         return scores
+
+    def add_scoring(self, seconds: float) -> None:
+        """Count time that a method took for scores of its own."""
+        self.score_ms += 1000 * seconds
+        self.scoring_s += seconds
+
+    def forget(self) -> None:
+        """Free what only `keep` needed."""
+        self._known = {}
 
     def residual(self) -> F32:
         """R_l, [n_layer]: mean over the window of the norm of the residual stream that enters the layer."""

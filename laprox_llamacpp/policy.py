@@ -58,9 +58,17 @@ class EvictionPolicy:
 
     def __init_subclass__(cls, name: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if name:
-            cls.name = name
-            _METHODS[name] = cls
+        if not name:
+            return
+        if not name.replace("_", "").isalnum():
+            raise ValueError(f"a method cannot be called {name!r}, expected letters, digits and underscores")
+        other = _METHODS.get(name)
+        if other is not None and (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"there is a method {name!r} already ({other.__module__}.{other.__qualname__}); choose another name"
+            )
+        cls.name = name
+        _METHODS[name] = cls
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -100,15 +108,19 @@ class EvictionPolicy:
             return spec
         if not isinstance(spec, str):
             raise ValueError(f"kv_evict is {spec!r}, expected a string such as 'laprox', an EvictionPolicy or None")
-        below, plus, above = spec.strip().rpartition("+")
-        name, *parts = above.split(":")
         known = methods()
+        below, plus, above = spec.strip().rpartition("+")
+        if plus and above.partition(":")[0] not in known and ("/" in below or "\\" in below):  # a "+" in a path
+            below, plus, above = "", "", spec.strip()
+        name, *parts = above.split(":")
         if name not in known:
             raise ValueError(f"unknown eviction method {name!r}, expected one of {', '.join(sorted(known))}")
         options = from_spec(spec, parts, known[name])
         if plus:
             if "base" not in known[name].__dataclass_fields__:
                 raise ValueError(f"{name!r} cannot follow '+' in {spec!r}, expected 'quest'")
+            if "base" in options:
+                raise ValueError(f"base is given twice in {spec!r}, before the '+' and after it")
             options["base"] = str(cls.parse(below))
         return known[name](**options)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -42,21 +44,40 @@ class Ranked(EvictionPolicy):
     alloc: str = "head"
     protect_sinks: int = 0
 
+    signed: ClassVar[bool] = False  # scores may be negative: sums and decays of them say nothing
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        Pool.parse(self.pool)
         one_of("normalize", self.normalize, NORMALIZE)
         one_of("granularity", self.granularity, GRANULARITY)
         Alloc.parse(self.alloc)
         int_at_least("protect_sinks", self.protect_sinks, 0)
+        alloc = Alloc.parse(self.alloc).kind
+        if self.granularity != "head" and alloc in ("adakv", "guard"):
+            raise ValueError(
+                f"alloc={self.alloc} shares a layer among its heads, granularity={self.granularity} gives them one set"
+            )
+        if self.granularity == "cell" and alloc == "pyramid":
+            raise ValueError(
+                f"alloc={self.alloc} shares the model among its layers, granularity=cell gives them one set"
+            )
+        pool = Pool.parse(self.pool).kind
+        if self.signed and (pool not in ("none", "max") or self.normalize == "layer_sum"):
+            raise ValueError(
+                f"{self.name}'s scores may be negative: pool={self.pool} with normalize={self.normalize} makes no "
+                "sense of them, expected pool none or max<kernel>, and normalize none, zscore or residual"
+            )
 
     def scores(self, prompt: ObservedPrompt) -> Scores:
-        """Raw scores, [n_heads, n_cand]; higher is better."""
+        """Scores, [n_heads, n_cand]; higher is better."""
         raise NotImplementedError
 
     def keep(self, prompt: ObservedPrompt, k: int) -> Kept:
         """The best candidates by score; see `EvictionPolicy.keep`."""
+        start = perf_counter()
+        before = prompt.scoring_s
         prompt.raw = self.scores(prompt)
+        prompt.add_scoring(perf_counter() - start - (prompt.scoring_s - before))
         kept = self.select(prompt, self.shared(prompt, self.ranked(prompt, prompt.raw)), k)
         copies = {"head": [1] * prompt.n_heads, "layer": prompt.n_head_kv, "cell": [prompt.n_heads]}[self.granularity]
         return [positions for positions, n in zip(kept, copies) for _ in range(n)]
@@ -117,17 +138,19 @@ class Attended(Ranked):
 
     def scores(self, prompt: ObservedPrompt) -> Scores:
         """As the options say, [n_heads, n_cand]."""
-        if self.pool_on == "score" or self.value == "none":
+        if self.pool_on == "score":
             return prompt.score(self.attention, self.value, self.gqa)
-        pool = Pool.parse(self.pool)
+        per_group = self.gqa == "attention"
+        pooled = Pool.parse(self.pool).apply(
+            prompt, prompt.score(self.attention, "none", "attention" if per_group else "none")
+        )
+        if self.value == "none":
+            return pooled if per_group else prompt.group_mean(pooled)
         norms = prompt.score("none", self.value, "none")
-        if self.gqa == "attention":
-            group = pool.apply(prompt, prompt.score(self.attention, "none", "attention"))
-            return group * prompt.group_mean(norms)
-        return prompt.group_mean(pool.apply(prompt, prompt.score(self.attention, "none", "none")) * norms)
+        return pooled * prompt.group_mean(norms) if per_group else prompt.group_mean(pooled * norms)
 
     def ranked(self, prompt: ObservedPrompt, raw: Scores) -> Scores:
         """As `Ranked`; what was pooled before the value factor is not pooled again."""
-        if self.pool_on == "score" or self.value == "none":
+        if self.pool_on == "score":
             return super().ranked(prompt, raw)
         return prompt.rank(raw, normalize=self.normalize)

@@ -12,6 +12,8 @@ from lowlevel import Context, W, golden
 
 from laprox_llamacpp import StateError, _native
 
+import llama_cpp as lib  # isort: skip
+
 IDS = golden("smollm2-135m")["ids"]
 N = 260
 NEXT = [42, 7, 99, 1234, 5]
@@ -108,8 +110,55 @@ def test_restore_in_the_wrong_state(ctx: Context) -> None:
         _native.restore(ctx.ptr)
 
 
+@pytest.mark.parametrize("hole", [(N - 5, -1), (N - 9, N - 4)])
+def test_tokens_that_were_replaced_do_not_come_back(ctx: Context, hole: tuple[int, int]) -> None:
+    """As many tokens as before, but not the same: what is aside is not theirs."""
+    evict(ctx, 0.3)
+    assert lib.llama_memory_seq_rm(ctx.memory, 0, *hole)
+    if hole[1] < 0:
+        ctx.pos = hole[0]
+        ctx.decode(NEXT)
+    with pytest.raises(StateError, match="what is aside is not theirs"):
+        _native.restore(ctx.ptr)
+    ctx.clear()
+    ctx.prefill(IDS[:N])
+    evict(ctx, 0.3)
+    back(ctx)  # of the next prompt it does
+
+
+def test_a_sliding_window_that_has_moved_on(gemma_path: Path) -> None:
+    tokens = (IDS.tolist() * 3)[:1200]
+    with Context(gemma_path, n_ctx=2048) as ctx:
+        ctx.prefill(tokens[:600])
+        evict(ctx, 0.3)
+        ctx.decode(tokens[600:640])
+        assert ctx.cut(600)
+        _native.restore(ctx.ptr)  # 40 tokens on, the window still reaches back
+        evict(ctx, 0.3)
+        for i in range(600, 1200, 200):
+            ctx.decode(tokens[i : i + 200])
+        if ctx.cut(600):
+            with pytest.raises(StateError, match="sliding window has passed"):
+                _native.restore(ctx.ptr)
+
+
+def test_a_refused_cut_leaves_the_column_sums(smol_path: Path) -> None:
+    with Context(smol_path, n_ctx=512) as ctx:
+        for chunk in (IDS[:192], IDS[192 : 192 + W]):
+            _native.observe(ctx.ptr, len(chunk))
+            ctx.decode(chunk)
+            _native.accumulate(ctx.ptr)
+        _native.score(ctx.ptr, _native.score_params("total", "none"))
+        want = _native.scores(ctx.ptr)
+        evict(ctx, 0.4)
+        assert not ctx.cut(50)  # refused: evicted rows are before it
+        _native.restore(ctx.ptr)
+        _native.score(ctx.ptr, _native.score_params("total", "none"))
+        assert np.array_equal(_native.scores(ctx.ptr), want)
+
+
 def test_cut_into_the_window_cannot_come_back(ctx: Context) -> None:
     evict(ctx, 0.3)
     assert ctx.cut(N - W + 3)
-    with pytest.raises(StateError, match="ends at position"):
+    with pytest.raises(StateError, match="what is aside is not theirs"):
         _native.restore(ctx.ptr)

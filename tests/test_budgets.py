@@ -214,7 +214,7 @@ SPECS = [
     *METHODS,
     *(f"laprox:{x}" for x in (
         "alloc=layer", "alloc=head", "alloc=adakv0.2", "alloc=guard0.2", "alloc=pyramid20", "granularity=layer",
-        "granularity=cell", "preset=paper", "granularity=cell:alloc=pyramid20", "granularity=layer:alloc=adakv0.2",
+        "granularity=cell", "preset=paper", "granularity=layer:alloc=pyramid20",
         "protect_sinks=100", "protect_sinks=9:alloc=adakv0.2", "protect_sinks=9:alloc=guard1",
     )),
     *(f"criticalkv:{x}" for x in (

@@ -94,6 +94,20 @@ def test_policy_is_frozen_and_passes_through_parse() -> None:
         ("pyramidkv:alloc=pyramid0.5", "beta must be at least 1"),
         ("laprox:pool=sentence:2", r"\[0, 1\]"),
         ("laprox:score=sum", "unknown score"),
+        ("laprox:score=output_norm:pool_on=attention", "no place in it"),
+        ("laprox:score=output_norm:value=l1", "no place in it"),
+        ("laprox:granularity=cell:alloc=adakv0.2", "one set"),
+        ("laprox:granularity=layer:alloc=guard0.2", "one set"),
+        ("pyramidkv:granularity=cell", "one set"),
+        ("keydiff:pool=avg7", "may be negative"),
+        ("keydiff:pool=reach12:0.3", "may be negative"),
+        ("keydiff:normalize=layer_sum", "may be negative"),
+        ("criticalkv:normalize=zscore", "unknown normalize"),
+        ("laprox:pool=avg1025", "at most 1023"),
+        ("laprox:pool=avg4294967303", "at most 1023"),
+        ("laprox:pool=reach4294967303:0.3", "at most"),
+        ("laprox:protect_sinks=4294967296", "at most"),
+        ("duo:profile=a+snapkv", "'snapkv' cannot follow"),
         ("lapro", "unknown eviction method 'lapro'"),
         ("", "unknown eviction method"),
         ("laprox:preset=papers", "unknown preset"),
@@ -166,6 +180,31 @@ def test_every_method_has_a_name_of_its_own_and_parses_back() -> None:
     for name, method in known.items():
         assert isinstance(EvictionPolicy.parse(name), method)
         assert str(EvictionPolicy.parse(name)) == name
+
+
+@pytest.mark.parametrize("field", ["pool", "alloc"])
+def test_a_spec_that_is_no_string(field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field} is 1, expected a string"):
+        SnapKV(**{field: 1})  # type: ignore[arg-type]
+
+
+def test_a_path_with_a_plus_is_no_second_method() -> None:
+    policy = EvictionPolicy.parse("duo:profile=/tmp/a+b.json")
+    assert str(policy) == "duo:profile=/tmp/a+b.json" and EvictionPolicy.parse(str(policy)) == policy
+
+
+def test_names_are_not_taken_twice() -> None:
+    with pytest.raises(ValueError, match="there is a method 'snapkv' already"):
+
+        class Mine(SnapKV, name="snapkv"):
+            pass
+
+    with pytest.raises(ValueError, match="letters, digits"):
+
+        class Odd(SnapKV, name="a:b"):
+            pass
+
+    assert methods()["snapkv"] is SnapKV
 
 
 def test_no_method_of_its_own() -> None:

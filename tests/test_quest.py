@@ -99,14 +99,47 @@ def test_on_top_of_an_evicted_cache(make: Any) -> None:
     assert stats.rows_dense == LAYERS * HEADS * 201 > stats.rows_read
 
 
-def test_a_short_prompt_is_read_whole(make: Any) -> None:
+def test_a_prompt_within_the_budget_selects_once_the_cache_outgrows_it(make: Any) -> None:
+    for spec, budget in (("quest", 64), ("laprox+quest:read=64", 256)):
+        llm = make(spec, budget)
+        llm.eval(IDS[:50])
+        llm.eval([7])
+        stats = llm.kv_stats()
+        assert stats.rows_read == stats.rows_dense == LAYERS * HEADS * 51
+        for token in IDS[51:200]:
+            llm.eval([token])
+        stats = llm.kv_stats()
+        assert not stats.evicted and stats.rows_read < stats.rows_dense == LAYERS * HEADS * 200
+
+
+def test_another_conversation_starts_dense(make: Any) -> None:
+    """Also when its first tokens come one at a time."""
     llm = make("quest", 0.2)
     llm.eval(IDS[:N])
     llm.eval([7])
     llm.reset()
-    llm.eval(IDS[:20])  # below the window: no pages
-    llm.eval([7])
+    for token in IDS[:100]:
+        llm.eval([token])
     assert llm.kv_stats().rows_dense == 0
+
+
+def test_a_later_turn_is_dense_whatever_its_length(smol_path: Path) -> None:
+    """Its last token is no decode step, even where n_batch leaves it alone."""
+    got = {}
+    for n_batch in (64, 128):
+        llm = Llama(
+            str(smol_path), n_ctx=1024, n_batch=n_batch, n_ubatch=64, n_threads=1, verbose=False,
+            kv_evict="laprox+quest:read=48:dense=0", budget=0.3,
+        )  # fmt: skip
+        llm.eval(IDS[:N])
+        llm.eval([7])  # a step, which selects
+        read = llm.kv_stats().rows_read
+        assert read < llm.kv_stats().rows_dense
+        llm.eval(IDS[N : N + 65])
+        assert llm.kv_stats().rows_read == read  # no step since
+        got[n_batch] = last(llm)
+        llm.close()
+    assert apart(got[64], got[128]) <= 0.1
 
 
 def test_specs() -> None:
@@ -126,6 +159,9 @@ def test_specs() -> None:
         ("lapro+quest:read=3", "unknown eviction method 'lapro'"),
         ("quest:read=0", "budget is '0'"),
         ("quest:page=0", "page is 0"),
+        ("quest:page=2000", "at most 1024"),
+        ("laprox+quest:read=64:window=16", "belongs before the '\\+'"),
+        ("laprox+quest:base=snapkv:read=64", "base is given twice"),
     ],
 )
 def test_bad_specs(spec: str, says: str) -> None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from .. import _native
 from ..errors import ComputeError
-from ..llama import Llama
+from ..llama import Llama, check_kept
 from ..observed import ObservedPrompt
 from ..policy import EvictionPolicy
 from .cells import Cell
@@ -41,11 +41,10 @@ class Session(Llama):
         policies = [c.policy for c in cells]
         for policy in policies:
             policy.check_model(model_path)
-        first: EvictionPolicy | str = next(
-            (p for p in policies if p.all_queries), policies[0] if policies else "laprox"
-        )
+        window = policies[0].window if policies else EvictionPolicy.window
+        observer = "h2o" if any(p.all_queries for p in policies) else "laprox"  # it observes, and never evicts
         kwargs.setdefault("verbose", False)
-        super().__init__(model_path, kv_evict=first, budget=1, **kwargs)
+        super().__init__(model_path, kv_evict=f"{observer}:window={window}", budget=1, **kwargs)
         self.prefill_s = 0.0
         self._tokens: list[int] = []
         self._end = 0
@@ -115,6 +114,8 @@ class Session(Llama):
         )
         start = time.perf_counter()
         kept = cell.policy.keep(self._prompt, k)
+        if kept is not None:
+            check_kept(cell.policy, kept, self._n_heads * k)
         self._plan_ms = 1000 * (time.perf_counter() - start - self._prompt.scoring_s)
         self._kept = None if k + cell.policy.window >= self._end else kept
 

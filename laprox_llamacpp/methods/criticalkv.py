@@ -8,7 +8,7 @@ import numpy as np
 
 from ..observed import ObservedPrompt
 from ..parts.alloc import Alloc, Kept, promote
-from ..parts.options import fraction
+from ..parts.options import fraction, one_of
 from ..ranked import Scores
 from .snapkv import SnapKV
 
@@ -30,6 +30,7 @@ class CriticalKV(SnapKV, name="criticalkv"):
     def __post_init__(self) -> None:
         super().__post_init__()
         fraction("first", self.first)
+        one_of("normalize", self.normalize, ("none",))  # the second stage adds 1e-4 to the score as it is
 
     def scores(self, prompt: ObservedPrompt) -> Scores:
         """SnapKV's, a mean instead of a sum."""

@@ -35,6 +35,6 @@ class H2O(Ranked, name="h2o"):
 
     def select(self, prompt: ObservedPrompt, scores: Scores, k: int) -> Kept:
         """Recent positions first, then the heaviest."""
-        n = min(k, max(0, int(self.recent * (k + self.window)) - self.window))
+        n = max(0, min(k - self.protect_sinks, int(self.recent * (k + self.window)) - self.window))
         recent = np.arange(prompt.n_cand - n, prompt.n_cand, dtype=np.int32)
         return super().select(prompt, promote(scores, [recent] * len(scores)), k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from ..ranked import Ranked, Scores
 @dataclass(frozen=True)
 class KeyDiff(Ranked, name="keydiff"):
     """KeyDiff (arXiv 2504.15364): keys that point away from the mean direction of all keys; no query is looked at."""
+
+    signed: ClassVar[bool] = True
 
     def scores(self, prompt: ObservedPrompt) -> Scores:
         """Minus the cosine of a key and the mean of the unit keys, [n_heads, n_cand]."""

@@ -30,6 +30,8 @@ class LaProx(Attended, name="laprox"):
             gives the defaults of attention, pool, normalize, alloc and protect_sinks.
         score: "product" as above, or "output_norm": ||sum_h a_h(i) v_i W_O^h||_2, one score for the heads of a layer,
             with attention "sum" unless told otherwise.
+
+    `dataclasses.replace` keeps what the preset has given; parse a spec to change the preset.
     """
 
     attention: str = "preset"
@@ -49,6 +51,10 @@ class LaProx(Attended, name="laprox"):
             if getattr(self, name) in ("preset", -1):
                 object.__setattr__(self, name, defaults[name])
         super().__post_init__()
+        if self.score == "output_norm" and (self.pool_on != "score" or self.value != "l2"):
+            raise ValueError(
+                "score=output_norm is the norm of the heads' sum: pool_on and value have no place in it, leave them out"
+            )
 
     def _defaults(self) -> dict[str, Any]:
         defaults = {f.name: f.default for f in fields(self)} | PRESETS[self.preset]

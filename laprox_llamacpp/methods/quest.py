@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ..budget import Budget
 from ..observed import ObservedPrompt
-from ..parts.options import int_at_least
+from ..parts.options import int_at_least, text
 from ..policy import EvictionPolicy, PageReads
 
 
@@ -25,7 +25,8 @@ class Quest(EvictionPolicy, name="quest"):
         page: keys of a page, 16.
         min_pages: least number of pages that are read, 3.
         dense: first layers that read everything, 2.
-        read: rows per head that a step reads, as `Llama(budget=...)`; alone, the budget itself.
+        read: rows that each query head reads in a step, as `Llama(budget=...)`; alone, the budget itself. Query heads
+            of a KV head may choose differently: up to as many times the rows.
         base: spec of the method that evicts below; the part before the "+".
     """
 
@@ -37,10 +38,10 @@ class Quest(EvictionPolicy, name="quest"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        int_at_least("page", self.page, 1)
+        int_at_least("page", self.page, 1, 1024)
         int_at_least("min_pages", self.min_pages, 1)
         int_at_least("dense", self.dense, 0)
-        if self.read:
+        if text("read", self.read):
             Budget.parse(self.read)
         below = self._below()
         if below is None:
@@ -49,6 +50,10 @@ class Quest(EvictionPolicy, name="quest"):
             raise ValueError(f"{self.base!r} selects pages already, expected a method that evicts before '+quest'")
         if not self.read:
             raise ValueError(f"'{self.base}+quest' lacks the rows to read, expected e.g. '{self.base}+quest:read=256'")
+        if self.window not in (EvictionPolicy.window, below.window):
+            raise ValueError(
+                f"window={self.window} belongs before the '+', to the method that is scored with it: {self.base}"
+            )
         object.__setattr__(self, "window", below.window)
 
     def _below(self) -> EvictionPolicy | None:

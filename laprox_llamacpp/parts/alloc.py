@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .options import text
+
 if TYPE_CHECKING:
     from ..observed import ObservedPrompt
 
@@ -42,7 +44,7 @@ class Alloc:
     @classmethod
     def parse(cls, spec: str) -> Alloc:
         """Parse `model`, `layer`, `head`, `adakv0.2`, `guard0.2` or `pyramid20`. Raises ValueError."""
-        m = _SPEC.fullmatch(spec)
+        m = _SPEC.fullmatch(text("alloc", spec))
         if m is None:
             raise ValueError(
                 f"alloc is {spec!r}, expected 'model', 'layer', 'head', 'adakv<alpha>', 'guard<alpha>' or "

@@ -13,10 +13,19 @@ def one_of(what: str, value: object, known: tuple[str, ...]) -> None:
         raise ValueError(f"unknown {what} {value!r}, expected one of {', '.join(known)}")
 
 
-def int_at_least(what: str, value: object, least: int) -> None:
-    """`value` is an integer, at least `least`."""
+def int_at_least(what: str, value: object, least: int, most: int = (1 << 31) - 1) -> None:
+    """`value` is an integer from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{what} is {value!r}, expected an integer >= {least}")
+    if value > most:
+        raise ValueError(f"{what} is {value}, expected at most {most}")
+
+
+def text(what: str, value: object) -> str:
+    """`value` is a string."""
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}, expected a string such as in a spec")
+    return value
 
 
 def fraction(what: str, value: object) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from .options import text
+
 if TYPE_CHECKING:
     from ..observed import ObservedPrompt
 
@@ -16,6 +18,8 @@ _SPEC = re.compile(
     r"(?P<none>none)|reach(?P<radius>\d+):(?P<reach>\d*\.?\d+)|sentence:(?P<sentence>\d*\.?\d+)"
     r"|(?P<kind>avg|max)?(?P<kernel>\d+)"
 )
+
+_MOST_AVG, _MOST_MAX = 1023, (1 << 31) - 1  # as the library
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Pool:
     @classmethod
     def parse(cls, spec: str) -> Pool:
         """Parse `reach12:0.3`, `sentence:0.25`, `avg7` or `7`, `max7`, `none` or `1`. Raises ValueError."""
-        m = _SPEC.fullmatch(spec)
+        m = _SPEC.fullmatch(text("pool", spec))
         if m is None:
             raise ValueError(
                 f"pool is {spec!r}, expected 'reach<radius>:<decay>', 'sentence:<decay>', 'avg<kernel>', "
@@ -43,12 +47,14 @@ class Pool:
             )
         if m["kernel"] is None:
             decay = float(m["reach"] or m["sentence"] or 0)
+            if int(m["radius"] or 0) > _MOST_MAX:
+                raise ValueError(f"pool is {spec!r}: the radius must be at most {_MOST_MAX}")
             if decay > 1:
                 raise ValueError(f"pool is {spec!r}: the decay must be in [0, 1]")
             return cls("none" if m["none"] else "reach" if m["reach"] else "sentence", int(m["radius"] or 0), decay)
-        size = int(m["kernel"])
-        if size % 2 == 0:
-            raise ValueError(f"pool is {spec!r}: the kernel must be odd")
+        size, most = int(m["kernel"]), _MOST_MAX if m["kind"] == "max" else _MOST_AVG
+        if size % 2 == 0 or size > most:
+            raise ValueError(f"pool is {spec!r}: the kernel must be odd and at most {most}")
         return cls("none") if m["kind"] is None and size == 1 else cls(m["kind"] or "avg", size)
 
     def apply(self, prompt: ObservedPrompt, scores: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

@@ -217,10 +217,11 @@ LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_sha
 // model layer and number of KV heads of each evictable layer, [n_layer]
 LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
 
-// the last raw scores, [n_score][n_cand]; they stay until the next laprox_score or laprox_observe, or a cleared cache
+// the last raw scores, [n_score][n_cand]; they stay until the next laprox_score or laprox_observe, a cleared cache, or an
+// eviction that frees the prompt's rows
 LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
 
-// R_l of the last observation, [n_layer]
+// R_l of the observed window, [n_layer]; scored or not, until the prompt is evicted
 LLAMA_API int32_t laprox_get_residual(struct llama_context * ctx, float * residual, size_t n_layer);
 
 // What an observed prompt is made of, for scores of one's own: rows of the evictable layer with index ikv as F32, in the

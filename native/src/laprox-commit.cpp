@@ -2,6 +2,7 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
+#include "llama-kv-cache-iswa.h"
 
 #include <algorithm>
 #include <cmath>
@@ -184,6 +185,8 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
         ctx_mask.reset();
         totals  = {};
         n_total = 0;
+        scores  = {};
+        scored  = false;
 
         laprox_trim();
     }
@@ -210,6 +213,15 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
 
     auto row0  = lay_out(n_cap, n_rows_new);
     auto rows  = alloc_layers(true, n_rows_new);
+    std::vector<rows_aside> aside_new(keep_aside ? layers.size() : 0);
+    std::vector<llama_pos>  tail_new(n_tail_new);
+
+    for (size_t ikv = 0; ikv < aside_new.size(); ++ikv) {
+        const auto & cur = kv.layers[ikv];
+
+        aside_new[ikv] = { {}, cur.k, cur.v, cur.k_stream, cur.v_stream };
+    }
+
     auto first = take_first(); // nothing can be refused from here on
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
@@ -241,15 +253,16 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
         }
 
         if (keep_aside) {
-            auto & cur = kv.layers[ikv];
-
-            aside.push_back({ std::move(kv.ctxs_bufs[ikv]), cur.k, cur.v, cur.k_stream, cur.v_stream });
+            aside_new[ikv].ctx_buf = std::move(kv.ctxs_bufs[ikv]);
         }
 
         adopt(ikv, std::move(rows[ikv]));
     }
 
-    tail.resize(n_tail_new);
+    aside.swap(aside_new);
+    aside_cut = false;
+
+    tail.swap(tail_new);
     for (uint32_t i = 0; i < n_tail_new; ++i) {
         tail[i] = n_cand_new + i;
     }
@@ -267,8 +280,20 @@ void laprox_kv::restore() {
     if (aside.empty()) {
         laprox_throw(LAPROX_E_STATE, "there is no prompt aside; evict it with LAPROX_STORE_ASIDE first");
     }
+    if (aside_cut) {
+        laprox_throw(LAPROX_E_STATE, format("tokens before the end of the prompt (position %u) were removed: what is aside is not theirs; clear the cache", n_prompt - 1));
+    }
     if (kv.v_cells[0].seq_pos_max(0) + 1 != (llama_pos) n_prompt) {
         laprox_throw(LAPROX_E_STATE, format("the cache ends at position %d, the prompt that is aside at %u; remove the later tokens first", kv.v_cells[0].seq_pos_max(0), n_prompt - 1));
+    }
+
+    if (const auto * iswa = dynamic_cast<llama_kv_cache_iswa *>(lctx->get_memory())) {
+        const llama_pos oldest = iswa->get_swa()->seq_pos_min(0);
+        const llama_pos need   = std::max<llama_pos>(0, (llama_pos) n_prompt - (llama_pos) kv.hparams.n_swa + 1);
+
+        if (oldest > need) {
+            laprox_throw(LAPROX_E_STATE, format("the sliding window has passed the prompt's end: its layers hold positions from %d on, %d is needed; decode the prompt again", oldest, need));
+        }
     }
 
     lctx->synchronize();

@@ -18,6 +18,12 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
         stale    = true;
     }
 
+    // likewise the graph of one token that selects pages, and that of a rest of one token, which does not
+    if (pages && single != (n_tokens == 1)) {
+        stale = true;
+    }
+    single = n_tokens == 1;
+
     try {
         // the window's tokens were removed, or were never decoded: other tokens may take their positions now
         if (!ragged() && (llama_pos) n_prompt > kv.v_cells[0].seq_pos_max(0) + 1) {

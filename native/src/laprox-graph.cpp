@@ -80,8 +80,8 @@ ggml_tensor * laprox_kv::build_attn(
         ggml_build_forward_expand(graph.gf, ggml_cpy(ctx0, norm, layer.r_obs));
     }
 
-    // a window of one token is the end of the prompt, not a decode step
-    if (pages && !pages->dense(ikv) && graph.n_tokens == 1 && !observed) {
+    // a window of one token, or the rest of a longer batch, is the end of a prompt, not a decode step
+    if (pages && !pages->dense(ikv) && single && graph.n_tokens == 1 && !observed) {
         return build_attn_pages(graph, ikv, q, k, v, kq_mask, kq_scale);
     }
 

@@ -357,6 +357,7 @@ void laprox_kv::clear() {
 
     tail.clear();
     aside.clear();
+    aside_cut  = false;
     n_append   = 0;
     n_tail_cap = 0;
     n_cand     = 0;
@@ -405,12 +406,16 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         return true;
     }
 
-    if (p1 > p0 && p0 < (llama_pos) n_total) {
-        n_total = 0; // sums of queries that are gone
-        totals  = {};
-    }
+    const auto drop_totals = [&] {
+        if (p1 > p0 && p0 < (llama_pos) n_total) {
+            n_total = 0; // sums of queries that are gone
+            totals  = {};
+        }
+    };
 
     if (!evicted()) {
+        drop_totals();
+
         const auto & cells = kv.v_cells[0];
 
         uint32_t i_first = 0;
@@ -429,6 +434,12 @@ bool laprox_kv::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
         laprox_set_error(format("positions before %u cannot be removed from an evicted cache: the kept set was chosen with them", n_cand));
 
         return p1 <= p0;
+    }
+
+    drop_totals();
+
+    if (p1 > p0 && p0 < (llama_pos) n_prompt) {
+        aside_cut = !aside.empty();
     }
 
     size_t i_first = tail.size();
@@ -459,7 +470,7 @@ void laprox_kv::append(const llama_ubatch & ubatch) {
         n_append = ubatch.n_tokens;
     }
 
-    if (pages && ubatch.n_tokens == 1 && !observed) {
+    if (pages && single && !observed) {
         begin_pages(ubatch);
     }
 }

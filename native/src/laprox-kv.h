@@ -175,6 +175,8 @@ public:
 
     laprox_stats stats = {};
 
+    std::vector<float> mean_residual() const; // R_l of the observed window, [n_layer]
+
     uint64_t n_head_kv_total() const;
     uint64_t n_head_total() const;
     uint64_t n_score() const { return scored_heads ? n_head_total() : n_head_kv_total(); } // rows of scores
@@ -186,12 +188,13 @@ public:
     uint32_t n_tail() const { return tail.size(); }
 
 private:
+    bool single       = false; // the current decode is of one token
     bool observing    = false;  // the next decode is the window
     bool observed     = false;  // the last decode was
     bool stale        = false;  // graphs built so far must not be reused
     bool scored_heads = false; // the scores are per query head
 
-    std::vector<double> totals; // [n_head_kv_total][kv_size] column sums, empty: none
+    std::vector<std::vector<double>> totals; // [n_head_kv_total] column sums of as many positions as have them
 
     bool released = false;  // a cleared cache could not get its small prompt buffer yet
 
@@ -216,6 +219,8 @@ private:
     };
 
     std::vector<rows_aside> aside;
+
+    bool aside_cut = false; // tokens that these rows belong to were removed since
 
     ggml_context_ptr        ctx_obs;
     ggml_backend_buffer_ptr buf_obs;

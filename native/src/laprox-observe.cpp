@@ -279,16 +279,15 @@ void laprox_kv::score(const laprox_score_params & sparams) {
     run.mask = laprox_mask(ctx_m.get(), buf_m, cells, run.n_kv, n_cand + run.t0, run.n_q);
 
     std::vector<float> scores_new;
-    std::vector<float> residual_new;
 
     size_t head0 = 0;
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         if (total) {
             for (int64_t h = 0; h < layers[ikv].n_head_kv; ++h) {
-                const double * row = totals.data() + (head0 + h) * kv.get_size();
+                const auto & row = totals[head0 + h];
 
-                scores_new.insert(scores_new.end(), row, row + n_cand);
+                scores_new.insert(scores_new.end(), row.begin(), row.begin() + n_cand);
             }
         } else {
             const auto raw = score_layer(ikv, sparams, run);
@@ -301,20 +300,28 @@ void laprox_kv::score(const laprox_score_params & sparams) {
         }
 
         head0 += layers[ikv].n_head_kv;
-
-        double sum = 0.0;
-        for (uint32_t t = 0; t < n_window; ++t) {
-            sum += ((const float *) layers[ikv].r_obs->data)[t];
-        }
-        residual_new.push_back(sum / n_window);
     }
 
     scores       = std::move(scores_new);
-    residual     = std::move(residual_new);
+    residual     = mean_residual();
     scored_heads = sparams.gqa == LAPROX_GQA_NONE;
     scored       = true;
 
     stats.t_score_ms = (ggml_time_us() - t_start_us) / 1000.0;
+}
+
+std::vector<float> laprox_kv::mean_residual() const {
+    std::vector<float> res;
+
+    for (const auto & layer : layers) {
+        double sum = 0.0;
+        for (uint32_t t = 0; t < n_window; ++t) {
+            sum += ((const float *) layer.r_obs->data)[t];
+        }
+        res.push_back(sum / n_window);
+    }
+
+    return res;
 }
 
 void laprox_kv::accumulate() {
@@ -342,9 +349,12 @@ void laprox_kv::accumulate() {
     // a failure below leaves sums that hold part of the queries: nothing counts until all of it is there
     n_total = 0;
 
-    totals.resize(n_head_kv_total() * kv.get_size());
     if (p0 == 0) {
-        std::fill(totals.begin(), totals.end(), 0.0);
+        totals.clear();
+    }
+    totals.resize(n_head_kv_total());
+    for (auto & row : totals) {
+        row.resize(n_prompt);
     }
 
     const int64_t n_kv = kv.v_cells[0].used_max_p1();
@@ -363,16 +373,16 @@ void laprox_kv::accumulate() {
 
         run.mask = laprox_mask(ctx_m.get(), buf_m, cells, n_kv, p0 + t0, run.n_q);
 
-        double * row = totals.data();
+        auto row = totals.begin();
 
         for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
             const auto raw = run_score(ikv, run);
 
             for (size_t i = 0; i < raw.size(); i += n_kv) {
                 for (uint32_t p = 0; p < p0 + t0 + run.n_q; ++p) {
-                    row[p] += raw[i + cells[p]];
+                    (*row)[p] += raw[i + cells[p]];
                 }
-                row += kv.get_size();
+                ++row;
             }
         }
     }

@@ -3,6 +3,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
+#include <cmath>
 #include <cstring>
 
 // Queries, keys and values of an observed prompt, as the model made them: for scores that are computed elsewhere.
@@ -29,17 +30,24 @@ std::array<uint32_t, 3> laprox_kv::rows_shape(int32_t kind, uint32_t ikv) const 
     }
 }
 
-// x [n] in blocks of n_rot through the rotation, which is its own inverse
-static void laprox_rotate(const std::vector<float> & rot, uint32_t n_rot, float * x, uint32_t n, std::vector<float> & tmp) {
-    tmp.assign(x, x + n);
+// x [n] in blocks of n_rot through the Hadamard rotation (Sylvester's order), which is its own inverse
+static void laprox_rotate(float * x, uint32_t n, uint32_t n_rot) {
+    const float scale = 1.0f / std::sqrt((float) n_rot);
 
-    for (uint32_t i0 = 0; i0 < n; i0 += n_rot) {
-        for (uint32_t i = 0; i < n_rot; ++i) {
-            double sum = 0.0;
-            for (uint32_t j = 0; j < n_rot; ++j) {
-                sum += (double) rot[i * n_rot + j] * tmp[i0 + j];
+    for (float * block = x; block < x + n; block += n_rot) {
+        for (uint32_t step = 1; step < n_rot; step *= 2) {
+            for (uint32_t i = 0; i < n_rot; i += 2 * step) {
+                for (uint32_t j = i; j < i + step; ++j) {
+                    const float a = block[j];
+                    const float b = block[j + step];
+
+                    block[j]        = a + b;
+                    block[j + step] = a - b;
+                }
             }
-            x[i0 + i] = (float) sum;
+        }
+        for (uint32_t i = 0; i < n_rot; ++i) {
+            block[i] *= scale;
         }
     }
 }
@@ -64,7 +72,6 @@ void laprox_kv::get_rows(int32_t kind, uint32_t ikv, float * dst) const {
     const size_t n_row = ggml_row_size(src->type, size[2]);
 
     std::vector<uint8_t> row(n_row);
-    std::vector<float>   tmp;
 
     for (uint32_t h = 0; h < size[0]; ++h) {
         for (uint32_t i = 0; i < size[1]; ++i, dst += size[2]) {
@@ -79,7 +86,7 @@ void laprox_kv::get_rows(int32_t kind, uint32_t ikv, float * dst) const {
             }
 
             if (rotated) {
-                laprox_rotate(kv.attn_rot_hadamard.at(n_rot), n_rot, dst, size[2], tmp);
+                laprox_rotate(dst, size[2], n_rot);
             }
         }
     }

@@ -306,10 +306,16 @@ int32_t laprox_get_residual(llama_context * ctx, float * residual, size_t n_laye
     return laprox_guard([&] {
         const auto & lx = laprox_get(ctx);
 
-        laprox_need_scores(lx);
-        laprox_expect(residual, n_layer, lx.residual.size(), "layers");
+        if (lx.n_prompt == 0 || lx.ragged()) {
+            laprox_throw(LAPROX_E_NO_SCORES, "no observation window was decoded, or its prompt is evicted already");
+        }
+        laprox_expect(residual, n_layer, lx.layers.size(), "layers");
 
-        std::copy(lx.residual.begin(), lx.residual.end(), residual);
+        ctx->synchronize();
+
+        const auto res = lx.mean_residual();
+
+        std::copy(res.begin(), res.end(), residual);
     });
 }
 
