@@ -343,6 +343,9 @@ int32_t laprox_evict(llama_context * ctx, const laprox_plan_params * params, int
     return laprox_guard([&] {
         auto & lx = laprox_get(ctx);
 
+        if (lx.ragged()) {
+            laprox_throw(LAPROX_E_STATE, "the cache is already evicted; clear it first");
+        }
         laprox_need_scores(lx);
         if (lx.n_score() != lx.n_head_kv_total()) {
             laprox_throw(LAPROX_E_STATE, "the scores are per query head (LAPROX_GQA_NONE); score per KV head, then evict");
