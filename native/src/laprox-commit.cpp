@@ -211,8 +211,8 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
 
     std::vector<uint32_t> n_rows_new;
 
-    auto row0  = lay_out(n_cap, n_rows_new);
-    auto rows  = alloc_layers(true, n_rows_new);
+    auto                    row0 = lay_out(n_cap, n_rows_new);
+    auto                    rows = alloc_layers(true, n_rows_new);
     std::vector<rows_aside> aside_new(keep_aside ? layers.size() : 0);
     std::vector<llama_pos>  tail_new(n_tail_new);
 
