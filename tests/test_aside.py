@@ -41,10 +41,9 @@ def back(ctx: Context) -> None:
     _native.restore(ctx.ptr)
 
 
-@pytest.mark.parametrize("n", [N, 200])  # 200: the first buffers, one for all layers
-@pytest.mark.parametrize("kind", ["f16", "q8_0"])
-def test_each_kept_set_is_as_if_it_were_the_only_one(smol_path: Path, n: int, kind: str) -> None:
-    cells = [("laprox", 0.2), ("laprox:preset=paper", 0.4), ("laprox", 0.6)]
+@pytest.mark.parametrize(("kind", "n"), [("f16", N), ("q8_0", 200)])  # 200: the first buffers, one for all layers
+def test_each_kept_set_is_as_if_it_were_the_only_one(smol_path: Path, kind: str, n: int) -> None:
+    cells = [("laprox", 0.2), ("laprox:preset=paper", 0.6)]
     alone = []
     for spec, budget in cells:
         with Context(smol_path, n_ctx=512, type_k=kind) as one:

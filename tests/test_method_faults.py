@@ -41,7 +41,7 @@ def wrong() -> Iterator[Any]:
 )
 def test_a_method_that_keeps_something_else(smol_path: Path, wrong: Any, made: Any, says: str) -> None:
     wrong.made = staticmethod(made)
-    llm = Llama(str(smol_path), n_ctx=256, kv_evict=wrong(), budget=0.5, n_threads=1, verbose=False)
+    llm = Llama(str(smol_path), n_ctx=256, kv_evict=wrong(), budget=0.5, n_threads=1, n_threads_batch=1, verbose=False)
     try:
         with pytest.raises(ArgumentError, match=says):
             llm.eval(IDS[:90].tolist())
@@ -57,7 +57,7 @@ def test_residual_needs_no_scores(smol_path: Path) -> None:
         ctx.score()
         assert np.array_equal(_native.residual(ctx.ptr), before) and (before > 0).all()
     for spec in ("random:normalize=residual", "keydiff:normalize=residual"):
-        llm = Llama(str(smol_path), n_ctx=256, kv_evict=spec, budget=0.5, n_threads=1, verbose=False)
+        llm = Llama(str(smol_path), n_ctx=256, kv_evict=spec, budget=0.5, n_threads=1, n_threads_batch=1, verbose=False)
         llm.eval(IDS[:90].tolist())
         assert llm.kv_stats().evicted
         llm.close()
@@ -65,7 +65,13 @@ def test_residual_needs_no_scores(smol_path: Path) -> None:
 
 def test_recent_positions_stay_whole_beside_sinks(smol_path: Path) -> None:
     llm = Llama(
-        str(smol_path), n_ctx=512, kv_evict="h2o:recent=1:protect_sinks=4", budget=0.3, n_threads=1, verbose=False
+        str(smol_path),
+        n_ctx=512,
+        kv_evict="h2o:recent=1:protect_sinks=4",
+        budget=0.3,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
     )
     try:
         llm.eval(IDS[:300].tolist())
@@ -94,7 +100,7 @@ def test_column_sums_take_the_room_of_the_prompt(smol_path: Path) -> None:
     """Not of the context: 90 heads of 131072 float64 would be 90 MiB."""
     import resource
 
-    llm = Llama(str(smol_path), n_ctx=131072, kv_evict="h2o", budget=0.5, n_threads=1, verbose=False)
+    llm = Llama(str(smol_path), n_ctx=131072, kv_evict="h2o", budget=0.5, n_threads=1, n_threads_batch=1, verbose=False)
     try:
         llm.eval(IDS[:40].tolist())  # buffers of the graph
         llm.reset()
@@ -109,7 +115,15 @@ def test_refused_page_tables_are_not_a_refused_eviction(smol_path: Path, monkeyp
     def refused(*_: Any) -> None:
         raise AllocError("cannot allocate 1 byte", -5)
 
-    llm = Llama(str(smol_path), n_ctx=256, kv_evict="laprox+quest:read=48", budget=0.5, n_threads=1, verbose=False)
+    llm = Llama(
+        str(smol_path),
+        n_ctx=256,
+        kv_evict="laprox+quest:read=48",
+        budget=0.5,
+        n_threads=1,
+        n_threads_batch=1,
+        verbose=False,
+    )
     try:
         monkeypatch.setattr(_native, "set_pages", refused)
         with pytest.warns(RuntimeWarning, match="read everything.* cannot allocate 1 byte"):
