@@ -246,6 +246,8 @@ def bench(
     """
     from .evaluate import command
 
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
     click.echo(command.bench(model, lengths, methods, budgets, kv_type, rounds, n_decode, threads, out))
 
 
@@ -340,6 +342,7 @@ def kept(
         str(path), text if text is not None else kept_.named_text(str(name)), question,
         [m.strip() for m in methods.split(",") if m.strip()], str(budget), tokens, threads,
     )  # fmt: skip
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(kept_page.render(found), encoding="utf-8")
     click.echo(out)
 

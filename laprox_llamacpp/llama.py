@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import difflib
+import inspect
 import os
 import sys
 import time
@@ -73,6 +75,7 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
     ) -> None:
         if kv_evict is None and budget is not None:
             raise ValueError(f"budget={budget!r} has no effect without kv_evict; add kv_evict='laprox' or leave it out")
+        _known(kwargs)
         self._policy = None if kv_evict is None else EvictionPolicy.parse(kv_evict)
         self._budget = Budget.parse(DEFAULT_BUDGET if budget is None else budget)
         self._fallback: str | None = None
@@ -474,6 +477,15 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             return
         super().close()
         self._ctx = self._model = self._batch = self.tokenizer_ = Closed(self.model_path)
+
+
+def _known(kwargs: dict[str, Any]) -> None:
+    """Raise TypeError for a name that the parent would swallow: a typo in `budget` must not pass."""
+    names = [*inspect.signature(llama_cpp.Llama.__init__).parameters, "kv_evict", "budget"]
+    for name in kwargs:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise TypeError(f"unknown argument {name!r}" + (f", did you mean {near[0]!r}?" if near else ""))
 
 
 def check_kept(policy: EvictionPolicy, kept: Sequence[Any], n_keep: int) -> None:

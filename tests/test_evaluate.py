@@ -6,6 +6,7 @@ import hashlib
 import json
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -138,7 +139,6 @@ def test_shards_merge_to_the_whole_run(
     ("changes", "says"),
     [
         ({"budgets": ["0.5"]}, "cells differ"),
-        ({"n_samples": 9}, "n_samples differ"),
         ({"task": Task.parse("continuation:tokens=64:n=6:seed=1")}, "options differ"),
         ({"kv_types": ["f16"]}, "kv_types differ"),
         ({"task": Task.parse("needle")}, "task, options, metric, higher differ"),
@@ -162,8 +162,52 @@ def test_merge_refuses_other_runs_and_other_folders(unbroken: Path, tmp_path: Pa
         runner.merge([other], tmp_path / "out")
     head["setup"]["model_sha256"] = "0" * 64
     (other / "run.json").write_text(json.dumps(head))
-    with pytest.raises(ValueError, match=r"holds another run \(model_sha256 differ\)"):
+    with pytest.raises(ValueError, match=r"other holds another run than .*\(model_sha256 differ\)"):
         runner.merge([unbroken, other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_written_to_is_refused(unbroken: Path, smol_path: Path) -> None:
+    file = unbroken / "samples.jsonl"
+    before = file.read_bytes()
+    with file.open("a") as f:
+        fcntl = pytest.importorskip("fcntl")
+        fcntl.flock(f, fcntl.LOCK_EX)
+        for write in (lambda: runner.run(spec(smol_path), unbroken), lambda: runner.merge([unbroken], unbroken)):
+            with pytest.raises(ValueError, match="another eval is writing"):
+                write()
+    assert file.read_bytes() == before
+    assert runner.merge([unbroken], unbroken)[0] == len(before.splitlines())
+
+
+def test_more_samples_go_on_with_a_finished_run(unbroken: Path, smol_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(unbroken, copy)
+    before = (copy / "samples.jsonl").read_bytes()
+    n = spec(smol_path).n_samples
+    records = runner.run(spec(smol_path, n_samples=n + 1), copy)
+    assert {r["index"] for r in records} == set(range(n + 1))
+    assert (copy / "samples.jsonl").read_bytes().startswith(before)
+    assert json.loads((copy / "run.json").read_text())["setup"]["n_samples"] == n + 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_path": Path(__file__)},
+        {"methods": ["duo:profile=/nowhere"]},
+        {"task": Task.parse("needle:haystack=/nowhere")},
+    ],
+)
+def test_nothing_is_left_of_a_run_that_cannot_begin(smol_path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        runner.run(spec(smol_path, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_beyond_the_models_context(smol_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model was trained for 8192"):
+        runner.run(spec(smol_path, task=Task.parse("needle:tokens=9000")), tmp_path / "out")
 
 
 def test_a_damaged_record_is_named(tmp_path: Path) -> None:
@@ -178,11 +222,12 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
 
 
 def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """The one line of a command that fails."""
+    """The one line of a command that fails, after the progress that it had made."""
     assert cli.main(args) in (1, 2)
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("laprox-llamacpp: ") and err.count("\n") == 1
-    return err
+    *progress, line = err.splitlines()
+    assert out == "" and line.startswith("laprox-llamacpp: ") and all(p.endswith(" samples") for p in progress)
+    return line
 
 
 @pytest.mark.parametrize(
@@ -230,7 +275,7 @@ def test_short_haystacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     for task in ("needle", "continuation", "similarity", "multi_question"):
         err = fails(capsys, "eval", f"{task}:haystack={file}", "--out", out, "--threads", "1")
         assert "holds 1 paragraphs, expected a long text with blank lines" in err
-        (tmp_path / "out" / "run.json").unlink()
+        assert not (tmp_path / "out").exists()
     file.write_text("one line\n\nand another")
     err = fails(capsys, "eval", f"continuation:haystack={file}", "--out", out, "--threads", "1")
     assert re.search(r"short\.txt' has \d tokens, expected at least 2304", err)

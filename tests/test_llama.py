@@ -486,6 +486,12 @@ def test_impossible_contexts(path: str, n_ctx: int) -> None:
         make(path, n_ctx=n_ctx)
 
 
+@pytest.mark.parametrize(("name", "near"), [("buget", "budget"), ("kv_evct", "kv_evict"), ("n_ctxx", "n_ctx")])
+def test_a_misspelt_argument_is_told(path: str, name: str, near: str) -> None:
+    with pytest.raises(TypeError, match=f"unknown argument '{name}', did you mean '{near}'"):
+        Llama(path, verbose=False, **{name: 1})
+
+
 def test_pieces_are_the_text(path: str) -> None:
     """What sentences are found by, against the detokenised whole."""
     llm = make(path, kv_evict="laprox:pool=sentence:0.25")

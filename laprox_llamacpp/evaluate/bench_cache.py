@@ -18,12 +18,16 @@ from ..llama import Llama
 
 def main() -> None:
     """Serve standard input until it ends."""
-    what = json.loads(sys.stdin.readline())
     try:
+        what = json.loads(sys.stdin.readline())
         llm, facts = prefill(what)
         _say(facts)
         for _ in sys.stdin:
             _say({"decode_ms": decode(llm, what["n_decode"]), "peak_rss": peak_rss()})
+    except KeyboardInterrupt:  # the parent says so
+        sys.exit(130)
+    except BrokenPipeError:  # the parent is gone
+        sys.exit(1)
     except Exception as e:  # whatever it is, the parent has to know
         _say({"error": f"{type(e).__name__}: {e}"})
         sys.exit(1)

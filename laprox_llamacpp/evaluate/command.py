@@ -34,6 +34,10 @@ def evaluate(
         Task.parse(task), models.fetch(model), _listed(methods), _listed(budgets), types, samples,
         (int(m[1]), int(m[2])), threads or os.cpu_count() or 1,
     )  # fmt: skip
+    if not spec.methods:
+        raise ValueError(
+            "--methods is empty, expected one or more such as laprox,snapkv, or full for the full cache alone"
+        )
     spec.cells  # noqa: B018 - a bad method or budget is told before a model is loaded
     if ray_address is not None:
         on_ray(spec, out, ray_address)
@@ -45,7 +49,13 @@ def evaluate(
     )  # fmt: skip
     with bar:
         shown = bar.add_task(f"{spec.task.name} {spec.model_path.name}")
-        records = run(spec, out, lambda done, total: bar.update(shown, completed=done, total=total))
+
+        def on_sample(done: int, total: int) -> None:
+            bar.update(shown, completed=done, total=total)
+            if not console.is_terminal:
+                console.print(f"{done} of {total} samples", markup=False, highlight=False)
+
+        records = run(spec, out, on_sample)
     console.print(f"{len(records)} samples in {out / spec.samples_file}", markup=False)
 
 

@@ -100,7 +100,7 @@ def measure(
     if not text.strip() or not question.strip():
         raise ValueError(f"the {'question' if text.strip() else 'text'} is empty, expected words")
     cells = grid(methods, [budget])
-    if not cells:
+    if not any(c.policy.evicts for c in cells):
         raise ValueError("no method that evicts is named, expected one or more such as laprox,snapkv")
     threads: dict[str, Any] = {} if n_threads is None else {"n_threads": n_threads, "n_threads_batch": n_threads}
     session = Session(model_path, cells, n_ctx=n_tokens + _ROOM, **threads)

@@ -253,6 +253,7 @@ def _budget_axis(axis: Any, experiment: Experiment) -> None:
     shares = {experiment.share(b): _percent(experiment, b) for b in experiment.budgets}
     shares = {x: text for x, text in shares.items() if math.isfinite(x) and x > 0}
     axis.set_xscale("log")
+    axis.set_xlim(min(shares, default=0.5) / 1.3, max(shares, default=1.0) * 1.3)  # methods are drawn side by side
     axis.xaxis.set_major_locator(FixedLocator(list(shares)))
     axis.xaxis.set_major_formatter(FixedFormatter(list(shares.values())))
     axis.xaxis.set_minor_locator(NullLocator())

@@ -11,16 +11,22 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import llama_cpp
 
-from .. import __version__, _native
+from .. import __version__, _native, gguf_check
 from .cells import FULL, Cell, grid
 from .session import Session
 from .task import Task
+
+try:
+    import fcntl
+except ImportError:  # Windows: two evals in one folder are not noticed there
+    fcntl = None  # type: ignore[assignment]
 
 RUN_FILE = "run.json"
 SAMPLES = "samples*.jsonl"
@@ -106,27 +112,46 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
         on_sample: called with the samples done and in all, first before any is measured.
 
     Raises:
-        ValueError: `out` holds another run.
+        ValueError: `out` holds another run, another eval is writing to it, or something that the run needs is missing.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    gguf_check.require(str(spec.model_path))
+    for cell in spec.cells:
+        cell.policy.check_model(str(spec.model_path))
+    spec.task.check()
     setup = spec.setup()
+    out.mkdir(parents=True, exist_ok=True)
     _claim(out / RUN_FILE, setup)
     file = out / spec.samples_file
+    with file.open("a", encoding="utf-8") as f, _alone(f, file):
+        return _run(spec, file, f, on_sample)
+
+
+def _run(spec: Run, file: Path, f: TextIO, on_sample: Callable[[int, int], None]) -> list[dict[str, Any]]:
     records = {(r["kv_type"], r["index"]): r for r in read(file)}
     _drop_torn_line(file)
     i, n = spec.shard
     todo = [(t, s) for t in spec.kv_types for s in range(spec.n_samples) if s % n == i and (t, s) not in records]
     total = len(todo) + len(records)
     on_sample(len(records), total)
-    with file.open("a", encoding="utf-8") as f:
-        for kv_type in spec.kv_types:
-            indices = [s for t, s in todo if t == kv_type]
-            for record in _measure(spec, kv_type, indices) if indices else ():
-                records[kv_type, record["index"]] = record
-                f.write(json.dumps(record) + "\n")
-                f.flush()
-                on_sample(len(records), total)
+    for kv_type in spec.kv_types:
+        indices = [s for t, s in todo if t == kv_type]
+        for record in _measure(spec, kv_type, indices) if indices else ():
+            records[kv_type, record["index"]] = record
+            f.write(json.dumps(record) + "\n")
+            f.flush()
+            on_sample(len(records), total)
     return list(records.values())
+
+
+@contextmanager
+def _alone(f: TextIO, file: Path) -> Iterator[None]:
+    """Nobody else writes these samples meanwhile; ValueError when somebody does. The lock goes with the process."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise ValueError(f"another eval is writing to {file}; wait for it, or choose another --out") from e
+    yield
 
 
 def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -160,12 +185,19 @@ def _claim(file: Path, setup: dict[str, Any]) -> None:
     if not file.exists():
         write(file, json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n")
         return
-    theirs = json.loads(file.read_text(encoding="utf-8"))["setup"]
-    different = [key for key in setup if json.loads(json.dumps(setup[key])) != theirs.get(key)]
+    known = json.loads(file.read_text(encoding="utf-8"))
+    different = _differ(setup, known["setup"])
     if different:
-        raise ValueError(
-            f"{file.parent} holds another run ({', '.join(different)} differ); choose another --out, or remove it"
-        )
+        raise ValueError(f"{file.parent} holds another run ({', '.join(different)} differ); choose another --out")
+    if setup["n_samples"] > known["setup"]["n_samples"]:  # more of the same
+        known["setup"]["n_samples"] = setup["n_samples"]
+        write(file, json.dumps(known, indent=1) + "\n")
+
+
+def _differ(setup: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """What makes two runs different; the number of samples does not."""
+    ours = json.loads(json.dumps(setup))
+    return [key for key in ours if key != "n_samples" and ours[key] != theirs.get(key)]
 
 
 def write(file: Path, text: str) -> None:
@@ -207,17 +239,22 @@ def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
     for folder in folders:
         if not (folder / RUN_FILE).exists():
             raise ValueError(f"{folder} holds no {RUN_FILE}, expected the --out of an eval")
-    out.mkdir(parents=True, exist_ok=True)
-    for folder in [*folders, out]:
-        text = (folder / RUN_FILE).read_text(encoding="utf-8")  # of the first folder when `out` is new
-        setup = json.loads(text)["setup"]
-        if not (out / RUN_FILE).exists():
-            write(out / RUN_FILE, text)
-        _claim(out / RUN_FILE, setup)
-        for file in sorted(folder.glob(SAMPLES)):
-            records.update({(r["kv_type"], r["index"]): r for r in read(file)})
-    write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
-    for file in out.glob(SAMPLES):
-        if file.name != "samples.jsonl":
-            file.unlink()
-    return len(records), setup["n_samples"] * len(setup["kv_types"])
+    every = list({f.resolve(): f for f in [*folders, *([out] if (out / RUN_FILE).exists() else [])]}.values())
+    heads = [json.loads((folder / RUN_FILE).read_text(encoding="utf-8")) for folder in every]
+    for folder, head in zip(every, heads):
+        different = _differ(heads[0]["setup"], head["setup"])
+        if different:
+            raise ValueError(f"{folder} holds another run than {every[0]} ({', '.join(different)} differ)")
+    head = max(heads, key=lambda h: int(h["setup"]["n_samples"]))
+    with ExitStack() as stack:
+        for folder in every:
+            for file in sorted(folder.glob(SAMPLES)):
+                stack.enter_context(_alone(stack.enter_context(file.open("a", encoding="utf-8")), file))
+                records.update({(r["kv_type"], r["index"]): r for r in read(file)})
+        out.mkdir(parents=True, exist_ok=True)
+        write(out / RUN_FILE, json.dumps(head, indent=1) + "\n")
+        write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
+        for file in out.glob(SAMPLES):
+            if file.name != "samples.jsonl":
+                file.unlink()
+    return len(records), head["setup"]["n_samples"] * len(head["setup"]["kv_types"])

@@ -45,6 +45,13 @@ class Session(Llama):
         observer = "h2o" if any(p.all_queries for p in policies) else "laprox"  # it observes, and never evicts
         kwargs.setdefault("verbose", False)
         super().__init__(model_path, kv_evict=f"{observer}:window={window}", budget=1, **kwargs)
+        n_train = lib.llama_model_n_ctx_train(self.model)
+        n_ctx = self.n_ctx()
+        if n_ctx > -(-n_train // 256) * 256:
+            self.close()
+            raise ValueError(
+                f"samples need a context of {n_ctx} tokens, the model was trained for {n_train}; ask for fewer"
+            )
         self.prefill_s = 0.0
         self._tokens: list[int] = []
         self._end = 0

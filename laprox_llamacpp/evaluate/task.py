@@ -50,6 +50,9 @@ class Task:
         made: Task = TASKS[name](**from_spec(spec, parts, TASKS[name]))
         return made
 
+    def check(self) -> None:
+        """Raise ValueError when something that the samples need cannot be read; before anything is measured."""
+
     @property
     def n_ctx(self) -> int:
         """Context that the samples need, in tokens."""

@@ -12,7 +12,7 @@ import numpy as np
 from ...parts.options import int_at_least
 from ..session import Session
 from ..task import Sample, Task
-from ..texts import stretch
+from ..texts import source, stretch
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Continuation(Task):
     def __post_init__(self) -> None:
         int_at_least("tokens", self.tokens, 64)
         int_at_least("n", self.n, 2)
+
+    def check(self) -> None:
+        """The haystack can be read."""
+        source(self.haystack)
 
     @property
     def n_ctx(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...parts.options import int_at_least, one_of
 from ..session import Session
 from ..task import Sample, Task
-from ..texts import chat, hide, longest, shuffled, tokenize
+from ..texts import chat, hide, longest, shuffled, source, tokenize
 from .needle import ADJECTIVES, NOUNS
 
 _ANSWER = "ANSWER0"  # stands for what the model has said
@@ -50,6 +50,10 @@ class MultiQuestion(Task):
         one_of("aware", self.aware, ("yes", "no"))
         if self.questions > len(NOUNS):
             raise ValueError(f"questions is {self.questions}, expected at most {len(NOUNS)}")
+
+    def check(self) -> None:
+        """The haystack can be read."""
+        source(self.haystack)
 
     @property
     def n_ctx(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ...parts.options import int_at_least, one_of
 from ..session import Session
 from ..task import Sample, Task
-from ..texts import chat, hide, longest, shuffled, tokenize
+from ..texts import chat, hide, longest, shuffled, source, tokenize
 
 ADJECTIVES = ("amber", "silent", "crooked", "frozen", "hollow", "scarlet", "wooden", "distant", "velvet", "rusty")
 NOUNS = ("lighthouse", "harbor", "meadow", "orchard", "lantern", "bridge", "castle", "garden", "kettle", "railway")
@@ -77,6 +77,10 @@ class Needle(Task):
         for depth in self.depths.split("+"):
             if not depth.isdigit() or int(depth) > 100:
                 raise ValueError(f"depths is {self.depths!r}, expected percents such as '10+50+90'")
+
+    def check(self) -> None:
+        """The haystack can be read."""
+        source(self.haystack)
 
     @property
     def n_ctx(self) -> int:
