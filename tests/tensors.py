@@ -8,28 +8,11 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 
+from laprox_llamacpp.evaluate.outputs import Tensor
+
+__all__ = ["Tensor", "read"]
+
 F64 = npt.NDArray[np.float64]
-
-
-class Tensor(ctypes.Structure):
-    """struct ggml_tensor of the pinned version."""
-
-    _fields_ = [
-        ("type", ctypes.c_int32),
-        ("buffer", ctypes.c_void_p),
-        ("ne", ctypes.c_int64 * 4),
-        ("nb", ctypes.c_size_t * 4),
-        ("op", ctypes.c_int32),
-        ("op_params", ctypes.c_int32 * 16),
-        ("flags", ctypes.c_int32),
-        ("src", ctypes.c_void_p * 10),
-        ("view_src", ctypes.c_void_p),
-        ("view_offs", ctypes.c_size_t),
-        ("data", ctypes.c_void_p),
-        ("name", ctypes.c_char * 64),
-        ("extra", ctypes.c_void_p),
-        ("padding", ctypes.c_char * 8),
-    ]
 
 
 def read(address: int) -> F64:

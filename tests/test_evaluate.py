@@ -655,7 +655,7 @@ def test_chunks_of_logprobs(session: Session, smol_path: Path) -> None:
         rows = list(with_small_batches.logprobs(sample.memo["after"]))
         assert len(rows) == 70 and with_small_batches.n_tokens == 134
         assert all(np.exp(r, dtype=np.float64).sum() == pytest.approx(1, abs=1e-4) for r in rows)
-        with pytest.raises(ValueError, match="create the Session with watch=True"):
+        with pytest.raises(ValueError, match="expected watch=True at construction"):
             with_small_batches.attention_outputs(1)
     finally:
         with_small_batches.close()

@@ -21,7 +21,7 @@ _W_O = re.compile(rb"blk\.(\d+)\.attn_output\.weight")
 _OBJECT_BYTES = 32  # sizeof(struct ggml_object), which ggml_tensor_overhead() counts, too
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
     """struct ggml_tensor of the pinned version."""
 
     _fields_ = (
@@ -62,7 +62,7 @@ class AttentionOutputs:
         self._n_bytes = _declare("ggml_nbytes", ctypes.c_size_t, ctypes.c_void_p)
         sizes = (ctypes.c_size_t, ctypes.c_size_t)
         self._get = _declare("ggml_backend_tensor_get", None, ctypes.c_void_p, ctypes.c_void_p, *sizes)
-        here, there = ctypes.sizeof(_Tensor) + _OBJECT_BYTES, _declare("ggml_tensor_overhead", ctypes.c_size_t)()
+        here, there = ctypes.sizeof(Tensor) + _OBJECT_BYTES, _declare("ggml_tensor_overhead", ctypes.c_size_t)()
         if here != there:
             raise UnsupportedError(f"a ggml_tensor takes {there} bytes in the library, expected {here}")
         self._rows: dict[int, F32] | None = None
@@ -104,5 +104,5 @@ class AttentionOutputs:
         """Layer of the product with W_O that the node is, None: another node."""
         if self._op(tensor) != b"MUL_MAT":
             return None
-        m = _W_O.fullmatch(self._name(_Tensor.from_address(tensor).src[0]))
+        m = _W_O.fullmatch(self._name(Tensor.from_address(tensor).src[0]))
         return int(m[1]) if m else None

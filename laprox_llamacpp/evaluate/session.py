@@ -221,7 +221,7 @@ class Session(Llama):
     def attention_outputs(self, token: int) -> F32:
         """Append `token`; what W_O gives for it in each evictable layer, [n_layer, n_embd]. Needs `watch=True`."""
         if self._outputs is None:
-            raise ValueError("attention outputs are not watched: create the Session with watch=True")
+            raise ValueError("attention outputs are not watched, expected watch=True at construction")
         self.decode([])
         with self._outputs.of([il for il, _ in self._layers]) as caught:
             self.decode([token])
