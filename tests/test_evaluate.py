@@ -426,6 +426,36 @@ def test_a_cell_answers_as_llama_does(
         alone.close()
 
 
+def test_a_draft_saves_steps_and_changes_no_answer(
+    session: Session, cells: list[Cell], prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[int] = []
+    decode, rows = Session._decode_now, Session._rows
+    monkeypatch.setattr(Session, "_decode_now", lambda self, tokens: (steps.append(1), decode(self, tokens))[1])
+    monkeypatch.setattr(Session, "_rows", lambda self, tokens: (steps.append(1), rows(self, tokens))[1])
+
+    def answer(cell: Cell | None) -> tuple[str, list[int], int]:
+        steps.clear()
+        with session.under(cell):
+            text = session.answer(10)
+            taken = len(steps)
+            session.decode(NEXT)
+            return text, session.input_ids[len(prompt) : session.n_tokens].tolist(), taken
+
+    session.prefill(prompt)
+    full = answer(None)
+    for cell in cells:
+        session._drafts = {}
+        want = answer(cell)
+        first = int(session.after_prompt.argmax())
+        for draft in ([], full[1][: -len(NEXT)], want[1][: -len(NEXT)], [first, 5, 6, 7], [5, 6, 7]):
+            session._drafts = {(): draft}
+            got = answer(cell)
+            assert got[:2] == want[:2], (cell, draft)
+        session._drafts = {(): want[1][: -len(NEXT)]}
+        assert answer(cell)[2] < want[2] or "quest" in cell.name
+
+
 def test_notes_of_a_cell(session: Session, profile: Path, prompt: list[int]) -> None:
     session.prefill(prompt)
     streams, narrow = grid([f"duo:profile={profile}"], ["0.4"])[0], grid(["snapkv"], ["10"])[0]

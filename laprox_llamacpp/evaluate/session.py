@@ -60,6 +60,7 @@ class Session(Llama):
         self._cell: Cell | None = None
         self._kept: list[npt.NDArray[np.int32]] | None = None
         self._pending: list[int] = []  # the last token of an answer, while it is not in the cache
+        self._drafts: dict[tuple[int, ...], list[int]] = {}  # what the full cache answers to the tokens asked
 
     @property
     def context_params(self) -> Any:
@@ -86,7 +87,7 @@ class Session(Llama):
                 f"a prompt of {len(tokens)} tokens, expected more than the window of {self._policy.window}"
             )
         self._tokens, self._end = list(tokens), len(tokens)
-        self._known, self._cell, self._kept = {}, None, None
+        self._known, self._drafts, self._cell, self._kept = {}, {}, None, None
         start = time.perf_counter()
         self._evaluate()
         self.prefill_s = time.perf_counter() - start
@@ -187,12 +188,12 @@ class Session(Llama):
         """Greedy text after the prompt, without what follows a stop string. The first token comes from the prefill,
         whatever was evicted after it.
         """
-        return self._greedy(self.after_prompt, max_tokens, stop)
+        return self._greedy((), self.after_prompt, max_tokens, stop)
 
     def ask(self, tokens: Sequence[int], max_tokens: int, stop: Sequence[str] = ()) -> str:
         """Greedy text after `tokens`, which follow what is in the cache."""
         self.decode(tokens)
-        return self._greedy(self.last_logits(), max_tokens, stop)
+        return self._greedy(tuple(tokens), self.last_logits(), max_tokens, stop)
 
     def decode(self, tokens: Sequence[int]) -> None:
         """Append tokens as they are, without another eviction."""
@@ -200,23 +201,44 @@ class Session(Llama):
         for i in range(0, len(tokens), self.n_batch):
             self._decode_now(tokens[i : i + self.n_batch])
 
-    def _greedy(self, logits: F32, max_tokens: int, stop: Sequence[str]) -> str:
+    def _greedy(self, asked: tuple[int, ...], logits: F32, max_tokens: int, stop: Sequence[str]) -> str:
         out: list[int] = []
-        text: str = ""
-        while len(out) < max_tokens:
-            token = int(logits.argmax())
-            if lib.llama_vocab_is_eog(self._model.vocab, token):
-                break
-            out.append(token)
-            self._pending = [token]
-            text = self.detokenize(out).decode("utf-8", errors="replace")
+        if self._cell is None:
+            self._drafts[asked] = out
+        elif asked in self._drafts:
+            out, logits = self._agreed(self._drafts[asked][:max_tokens], logits)
+        while True:
+            text: str = self.detokenize(out).decode("utf-8", errors="replace")
             found = [text.index(s) for s in stop if s in text]
             if found:
                 return text[: min(found)]
-            if len(out) < max_tokens:
+            if len(out) == max_tokens:
+                return text
+            if self._pending:
                 self.decode([])
                 logits = self.last_logits()
-        return text
+            token = int(logits.argmax())
+            if lib.llama_vocab_is_eog(self._model.vocab, token):
+                return text
+            out.append(token)
+            self._pending = [token]
+
+    def _agreed(self, draft: list[int], logits: F32) -> tuple[list[int], F32]:
+        """What greedy decoding has in common with `draft`, found in one step instead of one a token; logits after it.
+
+        Cells mostly say what the full cache said. Pages are selected for single tokens only, and a sliding window
+        that has passed the prompt's end cannot give tokens back: no draft then.
+        """
+        start = self.n_tokens
+        if self._reads_pages or not draft or int(logits.argmax()) != draft[0]:
+            return [], logits
+        if lib.llama_model_n_swa(self.model) or len(draft) > self.n_batch:
+            return [], logits
+        n, rows = 1, list(self._rows(draft))
+        while n < len(draft) and int(rows[n - 1].argmax()) == draft[n]:
+            n += 1
+        self.cut(start + n)
+        return draft[:n], rows[n - 1]
 
     def attention_outputs(self, token: int) -> F32:
         """Append `token`; what W_O gives for it in each evictable layer, [n_layer, n_embd]. Needs `watch=True`."""
@@ -237,6 +259,12 @@ class Session(Llama):
             yield from self._logprobs(tokens[i : i + step])
 
     def _logprobs(self, tokens: Sequence[int]) -> Iterator[F32]:
+        for row in self._rows(tokens):
+            shifted = row - row.max()
+            yield shifted - np.log(np.exp(shifted, dtype=np.float64).sum()).astype(np.float32)
+
+    def _rows(self, tokens: Sequence[int]) -> Iterator[F32]:
+        """Append `tokens`, at most n_batch; logits [n_vocab] after each, valid until something else is decoded."""
         n = len(tokens)
         batch = lib.llama_batch_init(n, 0, 1)
         try:
@@ -252,6 +280,4 @@ class Session(Llama):
         self.input_ids[self.n_tokens : self.n_tokens + n] = tokens
         self.n_tokens += n
         for i in range(n):
-            row = np.ctypeslib.as_array(lib.llama_get_logits_ith(self.ctx, i), shape=(self.n_vocab(),))
-            shifted = row - row.max()
-            yield shifted - np.log(np.exp(shifted, dtype=np.float64).sum()).astype(np.float32)
+            yield np.ctypeslib.as_array(lib.llama_get_logits_ith(self.ctx, i), shape=(self.n_vocab(),))
