@@ -8,7 +8,7 @@
 #   scripts/reproduce.sh --quick              15 minutes: small models, short prompts, few samples, into results-quick/
 #   scripts/reproduce.sh report               the HTML report of what is there
 #
-# OUT is the folder of the results (docs/results), THREADS the cores to use.
+# OUT is the folder of the results (docs/results), THREADS the cores to use, QWEN and SMOL the models: names or GGUF files.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -16,18 +16,20 @@ OUT="${OUT:-docs/results}"
 SHARD="${SHARD:-0/1}"
 THREADS="${THREADS:-$(nproc)}"
 
-SMOL=smollm2-135m
-QWEN=qwen2.5-coder-0.5b
+SMOL="${SMOL:-smollm2-135m}"
+QWEN="${QWEN:-qwen2.5-coder-0.5b}"
 
 ALL="laprox,laprox:preset=paper,laprox:preset=paper:alloc=layer,criticalkv,criticalkv:pool=reach12:0.3,snapkv,adakv"
 ALL="$ALL,pyramidkv,h2o,tova,keydiff,streaming,random,duo,quest"
 FORMS="laprox,laprox:preset=l2,laprox:normalize=none,laprox:pool=sentence:0.25,laprox:score=output_norm"
 FORMS="$FORMS,laprox:preset=paper,laprox:preset=paper:normalize=zscore,laprox:preset=paper:granularity=cell"
+SOME="laprox,laprox:preset=paper,laprox:preset=paper:alloc=layer,criticalkv,snapkv,adakv,h2o,keydiff,streaming,duo,quest"
 RIVAL="laprox,snapkv"
 BUDGETS="0.025,0.05,0.1,0.2,0.5"
 
 SINGLE="kind=single+multikey"
 HARD="kind=reversed+multivalue+multiquery+paraphrase"
+FAR="kind=reversed+paraphrase"
 SMALL="digits=4:open_answer=yes" # a small model remembers fewer digits, and needs its answer begun for it
 
 # name, model, samples, methods, budgets, KV types, task
@@ -39,22 +41,25 @@ needle-qwen-2k          $QWEN 40 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=1
 needle-qwen-4k          $QWEN 40 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=4096
 needle-qwen-8k          $QWEN 20 $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=8192
 needle-qwen-16k         $QWEN 8  $ALL   $BUDGETS f16 needle:$SINGLE:max_tokens=16:tokens=16384
-hard-smol-2k            $SMOL 40 $ALL   $BUDGETS f16 needle:$HARD:$SMALL:max_tokens=24
-hard-qwen-2k            $QWEN 40 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40
-hard-qwen-4k            $QWEN 40 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40:tokens=4096
-forms-smol-2k           $SMOL 40 $FORMS $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12:seed=1
-forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$SINGLE:max_tokens=16:seed=1
+hard-smol-2k            $SMOL 80 $ALL   $BUDGETS f16 needle:$HARD:$SMALL:max_tokens=24
+hard-qwen-2k            $QWEN 80 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40
+hard-qwen-4k            $QWEN 40 $ALL   $BUDGETS f16 needle:$FAR:max_tokens=16:tokens=4096
+hard-qwen-8k            $QWEN 20 $SOME  $BUDGETS f16 needle:$FAR:max_tokens=16:tokens=8192
 text-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation
 text-smol-4k            $SMOL 20 $ALL   $BUDGETS f16 continuation:tokens=4096
 text-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128
 text-qwen-4k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128:tokens=4096
 code-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation:haystack=code
 code-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:haystack=code:n=128
-questions-smol-2k       $SMOL 20 $ALL   $BUDGETS f16 multi_question:max_tokens=24
-questions-qwen-2k       $QWEN 20 $ALL   $BUDGETS f16 multi_question:max_tokens=12
-questions-blind-smol-2k $SMOL 20 $ALL   $BUDGETS f16 multi_question:max_tokens=24:aware=no
-questions-blind-qwen-2k $QWEN 20 $ALL   $BUDGETS f16 multi_question:max_tokens=12:aware=no
-similarity-qwen-2k      $QWEN 20 $ALL   $BUDGETS f16 similarity
+code-qwen-4k            $QWEN 20 $SOME  $BUDGETS f16 continuation:haystack=code:n=128:tokens=4096
+questions-smol-2k       $SMOL 20 $SOME  $BUDGETS f16 multi_question:max_tokens=24:orders=2
+questions-qwen-2k       $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=12:orders=2
+questions-blind-smol-2k $SMOL 20 $SOME  $BUDGETS f16 multi_question:max_tokens=24:orders=2:aware=no
+questions-blind-qwen-2k $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=12:orders=2:aware=no
+questions-qwen-4k       $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=12:orders=2:tokens=4096
+forms-smol-2k           $SMOL 40 $FORMS $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12:seed=1
+forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$SINGLE:max_tokens=16:seed=1
+similarity-qwen-2k      $QWEN 20 $SOME  $BUDGETS f16 similarity
 rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$SMALL:max_tokens=12:seed=2
 rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
 rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:seed=2
