@@ -279,6 +279,36 @@ def test_report_has_every_figure_table_and_file(tmp_path: Path) -> None:
     assert len(list(csv.DictReader((out / "lists.csv").open(encoding="utf-8")))) == 2 * 2 * (1 + 9)
 
 
+def test_markdown_tables_against_the_records(tmp_path: Path) -> None:
+    records = folder(tmp_path, n=22, kv_types=("f16", "q4_0"))
+    report(tmp_path)
+    lines = (tmp_path / "report" / "tables.md").read_text(encoding="utf-8").splitlines()
+    tables = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    by_row = {tuple(row[:3]): row for row in reversed(tables)}  # the first table, not that of the differences
+
+    def scores(cell: str, kind: str) -> list[float]:
+        right = [r["index"] for r in records if r["kv_type"] == "f16" and r["cells"]["full"]["score"] == 1]
+        return [
+            r["cells"][cell]["score"]
+            for r in records
+            if r["kv_type"] == "q4_0" and r["index"] in right and kind in ("all", r["info"]["kind"])
+        ]
+
+    assert tables[0] == ["KV type", "kind", "method", "n", "all rows", "0.1", "64", "0.5"]
+    for kind in ("all", "single", "multikey"):
+        for method in METHODS:
+            row = by_row["q4_0", kind, method]
+            for at, budget in enumerate(BUDGETS, 5):
+                x = scores(f"{method}@{budget}", kind)
+                mean, error = statistics.fmean(x), statistics.stdev(x) / math.sqrt(len(x))
+                assert row[at] == f"{mean:.2f} ± {error:.2f}" and row[3] == str(len(x))
+    pairs = list(zip(scores("random@64", "all"), scores("laprox@64", "all")))
+    got = next(row for row in tables if row[:3] == ["q4_0", "all", "random"] and len(row) == 7)
+    assert float(got[5].split()[0].replace("−", "-")) == pytest.approx(
+        statistics.fmean(a - b for a, b in pairs), abs=6e-3
+    )
+
+
 def test_report_of_a_divergence_has_a_logarithmic_axis(tmp_path: Path) -> None:
     folder(tmp_path, task="continuation", metric="kl", higher=False, kind=None)
     plots = pytest.importorskip("laprox_llamacpp.evaluate.plots")

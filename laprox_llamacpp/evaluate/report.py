@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import markdown
 from .cells import FULL
 from .page import note, page, table
 from .stats import DIVERGENCE, NEEDS_FULL, REFERENCE, Experiment, Key, Mean, read
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .plots import Look, Plot
 
 PAGE = "index.html"
+TABLES = "tables.md"
 _MIB = 1 << 20
 _LEFT_OUT = 12  # samples named one by one
 
@@ -54,6 +56,7 @@ def write(root: Path, out: Path) -> Path:
     for family in _families(experiments):
         body += _lengths(family, out)
     _write_csv(out, experiments)
+    (out / TABLES).write_text(_markdown(experiments, names), encoding="utf-8")
     file = out / PAGE
     file.write_text(page("KV cache eviction: report", "\n".join(body)), encoding="utf-8")
     return file
@@ -71,9 +74,7 @@ def _section(experiment: Experiment, name: str, looks: dict[str, Look], out: Pat
     from .plots import plots
 
     body = [f'<h2 id="{name}">{escape(experiment.title)}</h2>']
-    options = ", ".join(f"{k}={v}" for k, v in experiment.options.items())
-    options += f"; KV cache {', '.join(experiment.kv_types) or 'not measured yet'}"
-    body.append(f'<p class="quiet">{escape(options)}</p>')
+    body.append(f'<p class="quiet">{escape(_options(experiment))}</p>')
     body += map(note, experiment.notes())
     if experiment.metric not in experiment.metrics():
         body.append(note(f"No cell has a number for the metric {experiment.metric!r}: nothing to show."))
@@ -81,19 +82,45 @@ def _section(experiment: Experiment, name: str, looks: dict[str, Look], out: Pat
     if experiment.task in NEEDS_FULL:
         body += _left_out(experiment)
     body += [_figure(plot, f"{name}-{plot.name}", out) for plot in plots(experiment, looks)]
-    direction = "higher" if experiment.higher else "lower"
-    body.append(f"<h3>{escape(experiment.metric)} by budget ({direction} is better)</h3>")
-    body.append(_results(experiment))
-    for against in (REFERENCE,) if experiment.metric == DIVERGENCE else (REFERENCE, FULL):
-        found = _differences(experiment, against)
-        if found:
-            body.append(f"<h3>Paired differences to {'the full cache' if against == FULL else escape(against)}</h3>")
-            body.append(found)
+    body += [f"<h3>{escape(_by_budget(experiment))}</h3>", _labelled(*_results(experiment), 3)]
+    for against in _references(experiment):
+        head, rows, marks = _differences(experiment, against)
+        if rows:
+            body += [f"<h3>{escape(_paired(against))}</h3>", _labelled(head, rows, 3, marks)]
     body += ["<h3>Costs</h3>", _costs(experiment), _made(experiment)]
     return "\n".join(body)
 
 
-def _results(experiment: Experiment) -> str:
+def _options(experiment: Experiment) -> str:
+    options = ", ".join(f"{k}={v}" for k, v in experiment.options.items())
+    return f"{options}; KV cache {', '.join(experiment.kv_types) or 'not measured yet'}"
+
+
+def _by_budget(experiment: Experiment) -> str:
+    return f"{experiment.metric} by budget ({'higher' if experiment.higher else 'lower'} is better)"
+
+
+def _paired(against: str) -> str:
+    return f"Paired differences to {'the full cache' if against == FULL else against}"
+
+
+def _references(experiment: Experiment) -> tuple[str, ...]:
+    return (REFERENCE,) if experiment.metric == DIVERGENCE else (REFERENCE, FULL)
+
+
+def _markdown(experiments: Sequence[Experiment], names: Sequence[str]) -> str:
+    """The tables of the page, to be read where HTML is not."""
+    body = ["# Tables", _READ]
+    for e, name in zip(experiments, names):
+        body += [f"## {e.title}", f"`{name}`: {_options(e)}", *e.notes()]
+        if e.metric in e.metrics():
+            body += [f"**{_by_budget(e)}**", markdown.table(*_kept(*_results(e)))]
+            head, rows, _ = _differences(e, REFERENCE)
+            body += [f"**{_paired(REFERENCE)}**", markdown.table(*_kept(head, rows))] if rows else []
+    return "\n\n".join(body) + "\n"
+
+
+def _results(experiment: Experiment) -> tuple[list[str], list[list[str]]]:
     budgets = experiment.budgets
     digits = _digits(
         experiment.mean(k, kind) for t in experiment.kv_types for k in experiment.keys(t) for kind in experiment.kinds
@@ -106,14 +133,12 @@ def _results(experiment: Experiment) -> str:
             for method in experiment.methods:
                 means = [experiment.mean(Key(t, method, b), kind) for b in budgets]
                 rows.append([t, kind, method, _counts(means), "", *(_mean(m, digits) for m in means)])
-    return _labelled(["KV type", "kind", "method", "n", "all rows", *budgets], rows, 3)
+    return ["KV type", "kind", "method", "n", "all rows", *budgets], rows
 
 
-def _differences(experiment: Experiment, against: str) -> str:
-    found = experiment.differences(against)
-    if not found:
-        return ""
-    budgets = experiment.budgets
+def _differences(experiment: Experiment, against: str) -> tuple[list[str], list[list[str]], list[list[str]]]:
+    """Head, rows and what each cell is marked as; no rows when nothing is to be compared."""
+    found, budgets = experiment.differences(against), experiment.budgets
     digits = _digits(d.value for d in found)
     by_row: dict[tuple[str, str, str], dict[str, Any]] = {}
     for d in found:
@@ -127,17 +152,23 @@ def _differences(experiment: Experiment, against: str) -> str:
         marks.append(["", "", "", "", *(_mark(d, experiment.higher) for d in cells)])
         for i, mark in enumerate(marks[-1]):
             rows[-1][i] += {"better": " ▲", "worse": " ▼"}.get(mark, "")
-    head = ["KV type", "kind", "method", "n", *budgets]
-    return _labelled(head, rows, 3, marks)
+    return ["KV type", "kind", "method", "n", *budgets], rows, marks
 
 
 def _labelled(
     head: Sequence[str], rows: Sequence[Sequence[str]], text: int, marks: Sequence[Sequence[str]] = ()
 ) -> str:
-    """A table without the first columns ("KV type", "kind") that are the same in every row."""
-    kept = [i for i in range(len(head)) if head[i] not in ("KV type", "kind") or len({r[i] for r in rows}) > 1]
-    rows, marks = ([[row[i] for i in kept] for row in x] for x in (rows, marks))
-    return table([head[i] for i in kept], rows, sum(i < text for i in kept), marks)
+    """An HTML table of the columns that are worth showing, the first `text` of them are words."""
+    short, shown = _kept(head, rows)
+    return table(short, shown, text - (len(head) - len(short)), _kept(head, marks, rows)[1])
+
+
+def _kept(
+    head: Sequence[str], rows: Sequence[Sequence[str]], by: Sequence[Sequence[str]] = ()
+) -> tuple[list[str], list[list[str]]]:
+    """Without the columns "KV type" and "kind" where these are the same in every row (of `by`, if given)."""
+    kept = [i for i in range(len(head)) if head[i] not in ("KV type", "kind") or len({r[i] for r in by or rows}) > 1]
+    return [head[i] for i in kept], [[row[i] for i in kept] for row in rows]
 
 
 def _mark(difference: Any, higher: bool) -> str:
