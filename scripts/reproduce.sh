@@ -5,8 +5,8 @@
 #   scripts/reproduce.sh list                 the parts
 #   scripts/reproduce.sh PART...              run some, e.g. needle-qwen-2k; add SHARD=0/4 to split one over machines
 #   scripts/reproduce.sh all                  run all, then write the report
-#   scripts/reproduce.sh --quick              15 minutes: small models, short prompts, few samples, into results-quick/
-#   scripts/reproduce.sh report               the HTML report of what is there
+#   scripts/reproduce.sh --quick              15 minutes: short prompts, few samples and methods, into results-quick/
+#   scripts/reproduce.sh report               the HTML report of what is there, and its tables, figures and CSV files
 #
 # OUT is the folder of the results (docs/results), THREADS the cores to use, QWEN and SMOL the models: names or GGUF files.
 set -euo pipefail
@@ -24,6 +24,7 @@ ALL="$ALL,pyramidkv,h2o,tova,keydiff,streaming,random,duo,quest"
 FORMS="laprox,laprox:preset=l2,laprox:normalize=none,laprox:pool=sentence:0.25,laprox:score=output_norm"
 FORMS="$FORMS,laprox:preset=paper,laprox:preset=paper:normalize=zscore,laprox:preset=paper:granularity=cell"
 SOME="laprox,laprox:preset=paper,laprox:preset=paper:alloc=layer,criticalkv,snapkv,adakv,h2o,keydiff,streaming,duo,quest"
+FEW="laprox,laprox:preset=paper,snapkv,adakv,h2o,streaming"
 RIVAL="laprox,snapkv"
 BUDGETS="0.025,0.05,0.1,0.2,0.5"
 
@@ -67,6 +68,20 @@ rival-text-qwen-2k      $QWEN 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=12
 EOF
 }
 
+quick_parts() {
+    local short=tokens=768
+    cat <<EOF
+quick-needle     $SMOL 12 $FEW   0.05,0.1,0.3 f16 needle:$SINGLE:$SMALL:max_tokens=12:$short
+quick-hard       $SMOL 8  $FEW   0.05,0.1,0.3 f16 needle:$HARD:$SMALL:max_tokens=24:$short
+quick-text       $SMOL 6  $FEW   0.05,0.1,0.3 f16 continuation:n=64:$short
+quick-code       $SMOL 6  $FEW   0.05,0.1,0.3 f16 continuation:haystack=code:n=64:$short
+quick-questions  $SMOL 3  $FEW   0.1,0.3      f16 multi_question:questions=3:orders=2:$short
+quick-similarity $SMOL 3  $FEW   0.1,0.3      f16 similarity:n=8:$short
+quick-rival      $SMOL 8  laprox 0.1,0.3      f16,q8_0,q4_0 needle:$SINGLE:$SMALL:max_tokens=12:$short:seed=2
+quick-qwen       $QWEN 8  $FEW   0.05,0.1     f16 needle:$SINGLE:max_tokens=16:$short
+EOF
+}
+
 # duo ranks the heads of a model once
 calibrate() {
     local model="$1"
@@ -88,29 +103,28 @@ run() {
         --samples "$samples" --shard "$SHARD" --threads "$THREADS" --out "$OUT/$name"
 }
 
-quick() {
-    OUT="${1:-results-quick}"
-    local some="laprox,laprox:preset=paper,snapkv,h2o,streaming"
-    run needle    $SMOL 8 "$some" 0.1,0.3 f16 "needle:$SINGLE:$SMALL:max_tokens=12:tokens=768"
-    run text      $SMOL 4 "$some" 0.1,0.3 f16 continuation:tokens=768:n=64
-    run questions $SMOL 2 "$some" 0.1,0.3 f16 multi_question:tokens=768:questions=3:orders=2
-    run rival     $SMOL 4 laprox  0.1,0.3 f16,q8_0,q4_0 "needle:$SINGLE:$SMALL:max_tokens=12:tokens=768:seed=2"
+report() { laprox-llamacpp report "$OUT" --out "$OUT/report"; }
+
+all_of() {
+    while read -r line; do run $line </dev/null; done < <("$1")
     report
 }
 
-report() { laprox-llamacpp report "$OUT" --out "$OUT/report"; }
-
 case "${1:-list}" in
-list) parts ;;
---quick) quick ;;
-report) report ;;
-all)
-    while read -r line; do run $line; done < <(parts)
-    report
+list) parts && quick_parts ;;
+--quick)
+    OUT=results-quick
+    all_of quick_parts
     ;;
+all) all_of parts ;;
 *)
     for name in "$@"; do
-        line="$(parts | grep "^$name ")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }
+        if [[ "$name" == report ]]; then
+            report
+            continue
+        fi
+        line="$(parts && quick_parts)"
+        line="$(grep "^$name " <<<"$line")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }
         run $line
     done
     ;;
