@@ -1,4 +1,4 @@
-// builder of GGML_OP_LAPROX_SCORE, see ggml.h
+// builders of GGML_OP_LAPROX_SCORE and GGML_OP_LAPROX_ATTN, see ggml.h
 
 #include "ggml-impl.h"
 
@@ -48,6 +48,46 @@ struct ggml_tensor * ggml_laprox_score(
     result->src[2] = v;
     result->src[3] = mask;
     result->src[4] = gram;
+
+    return result;
+}
+
+struct ggml_tensor * ggml_laprox_attn(
+        struct ggml_context * ctx,
+        struct ggml_tensor *  q,
+        struct ggml_tensor *  k,
+        struct ggml_tensor *  v,
+        struct ggml_tensor *  mask,
+        struct ggml_tensor *  regions,
+        float                 scale,
+        float                 logit_softcap) {
+    const int64_t n_head   = q->ne[1];
+    const int64_t n_tokens = q->ne[2];
+
+    GGML_ASSERT(q->type == GGML_TYPE_F32);
+    GGML_ASSERT(q->ne[0] == k->ne[0] && q->ne[3] == 1);
+
+    GGML_ASSERT(k->ne[1] == v->ne[1]);
+    GGML_ASSERT(ggml_is_matrix(k) && ggml_is_matrix(v));
+
+    GGML_ASSERT(mask->type == GGML_TYPE_F16);
+    GGML_ASSERT(mask->ne[1] == n_tokens && ggml_is_matrix(mask));
+
+    GGML_ASSERT(regions->type == GGML_TYPE_I32 && ggml_is_contiguous(regions));
+    GGML_ASSERT(regions->ne[0] == 2 && ggml_is_matrix(regions));
+    GGML_ASSERT(n_head % regions->ne[1] == 0);
+
+    struct ggml_tensor * result = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, v->ne[0], n_head, n_tokens);
+
+    ggml_set_op_params_f32(result, 0, scale);
+    ggml_set_op_params_f32(result, 1, logit_softcap);
+
+    result->op     = GGML_OP_LAPROX_ATTN;
+    result->src[0] = q;
+    result->src[1] = k;
+    result->src[2] = v;
+    result->src[3] = mask;
+    result->src[4] = regions;
 
     return result;
 }
