@@ -191,13 +191,16 @@ def memory(model: str | None, tokens: int, budgets: tuple[Budget, ...], cache_ty
 @click.option("--shard", default="0/1", show_default=True, metavar="I/N", help="Samples with index % N == I.")
 @click.option("--threads", default=None, type=click.IntRange(1), help="All cores by default.")
 @click.option(
+    "--gpu-layers", default=0, show_default=True, type=click.IntRange(-1), help="On the GPU, with their cache; -1: all."
+)
+@click.option(
     "--out", required=True, type=click.Path(file_okay=False, path_type=Path), metavar="DIR",
     help="Folder of this run; what it holds already is not measured again.",
 )  # fmt: skip
 @click.option("--ray", "ray_address", default=None, metavar="ADDRESS", help="Run the N shards on a Ray cluster.")
 def eval_(
     task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
-    out: Path, ray_address: str | None,
+    gpu_layers: int, out: Path, ray_address: str | None,
 ) -> None:  # fmt: skip
     """Measure methods and budgets on a task: needle, continuation, multi_question ...
 
@@ -206,7 +209,7 @@ def eval_(
     """
     from .evaluate import command
 
-    command.evaluate(task, model, methods, budgets, kv_types, samples, shard, threads, out, ray_address)
+    command.evaluate(task, model, methods, budgets, kv_types, samples, shard, threads, gpu_layers, out, ray_address)
 
 
 @cli.command()
@@ -232,12 +235,15 @@ def merge(folders: Sequence[Path], out: Path) -> None:
 @click.option("--decode", "n_decode", default=24, show_default=True, type=click.IntRange(1), help="Tokens of a round.")
 @click.option("--threads", default=None, type=click.IntRange(1), help="All cores by default.")
 @click.option(
+    "--gpu-layers", default=0, show_default=True, type=click.IntRange(-1), help="On the GPU, with their cache; -1: all."
+)
+@click.option(
     "--out", default=None, type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE",
     help="Every measured number, as JSON.",
 )  # fmt: skip
 def bench(
     model: str, lengths: str, methods: str, budgets: str, kv_type: str, rounds: int, n_decode: int,
-    threads: int | None, out: Path | None,
+    threads: int | None, gpu_layers: int, out: Path | None,
 ) -> None:  # fmt: skip
     """Measure speed and memory of evicted caches against the length of the prompt.
 
@@ -248,7 +254,7 @@ def bench(
 
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-    click.echo(command.bench(model, lengths, methods, budgets, kv_type, rounds, n_decode, threads, out))
+    click.echo(command.bench(model, lengths, methods, budgets, kv_type, rounds, n_decode, threads, gpu_layers, out))
 
 
 @cli.group()

@@ -47,6 +47,7 @@ class Bench:
         rounds: times that each cache decodes.
         n_decode: tokens that it decodes in a round.
         n_threads: for prefill and decode.
+        n_gpu_layers: as `Llama`.
 
     Raises:
         ValueError: a bad method or budget, no cells, or a length that is not beyond the window.
@@ -60,6 +61,7 @@ class Bench:
     rounds: int = 7
     n_decode: int = 24
     n_threads: int = 1
+    n_gpu_layers: int = 0
 
     def __post_init__(self) -> None:
         cells = self.cells
@@ -93,7 +95,7 @@ class Cache:
         self.facts: dict[str, Any] = self._ask(
             {
                 "model": str(bench.model_path), "n_prompt": n_prompt, "n_decode": bench.n_decode,
-                "kv_type": bench.kv_type, "n_threads": bench.n_threads,
+                "kv_type": bench.kv_type, "n_threads": bench.n_threads, "n_gpu_layers": bench.n_gpu_layers,
                 "kv_evict": str(policy) if policy else None, "budget": str(budget) if budget else None,
             }
         )  # fmt: skip

@@ -39,7 +39,7 @@ def prefill(what: dict[str, Any]) -> tuple[Llama, dict[str, Any]]:
     llm = Llama(
         what["model"], n_ctx=what["n_prompt"] + what["n_decode"] + 1, n_threads=what["n_threads"],
         n_threads_batch=what["n_threads"], type_k=what["kv_type"], type_v=what["kv_type"], flash_attn=True,
-        verbose=False, **options,
+        n_gpu_layers=what["n_gpu_layers"], verbose=False, **options,
     )  # fmt: skip
     tokens = llm.tokenize("\n\n".join(paragraphs()).encode())
     tokens = (tokens * (what["n_prompt"] // len(tokens) + 1))[: what["n_prompt"]]

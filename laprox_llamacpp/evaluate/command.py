@@ -21,7 +21,7 @@ _SHARD = re.compile(r"(\d+)/(\d+)")
 
 def evaluate(
     task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
-    out: Path, ray_address: str | None = None,
+    gpu_layers: int, out: Path, ray_address: str | None = None,
 ) -> None:  # fmt: skip
     """Arguments as the options of the command. Raises ValueError with one line for a bad one."""
     types = list(dict.fromkeys(map(_kv_type, _listed(kv_types))))
@@ -32,7 +32,7 @@ def evaluate(
         raise ValueError(f"--shard is {shard!r}, expected I/N with I from 0 to N-1, such as 0/4")
     spec = Run(
         Task.parse(task), models.fetch(model), _listed(methods), _listed(budgets), types, samples,
-        (int(m[1]), int(m[2])), threads or os.cpu_count() or 1,
+        (int(m[1]), int(m[2])), threads or os.cpu_count() or 1, gpu_layers,
     )  # fmt: skip
     if not spec.methods:
         raise ValueError(
@@ -78,14 +78,14 @@ def on_ray(spec: Run, out: Path, address: str) -> None:
 
 def bench(
     model: str, lengths: str, methods: str, budgets: str, kv_type: str, rounds: int, n_decode: int,
-    threads: int | None, out: Path | None,
+    threads: int | None, gpu_layers: int, out: Path | None,
 ) -> str:  # fmt: skip
     """The table. Arguments as the options of the command. Raises ValueError with one line for a bad one."""
     if not all(n.isdigit() for n in _listed(lengths)):
         raise ValueError(f"--tokens is {lengths!r}, expected numbers with commas between such as 2048,8192")
     spec = bench_.Bench(
         models.fetch(model), [int(n) for n in _listed(lengths)], _listed(methods), _listed(budgets),
-        _kv_type(kv_type), rounds, n_decode, threads or os.cpu_count() or 1,
+        _kv_type(kv_type), rounds, n_decode, threads or os.cpu_count() or 1, gpu_layers,
     )  # fmt: skip
     console = Console(stderr=True)
     bar = Progress(

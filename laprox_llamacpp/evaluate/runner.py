@@ -44,6 +44,7 @@ class Run:
         n_samples: samples of the whole run, over all shards.
         shard: (i, n): samples with index % n == i.
         n_threads: for prefill and decode.
+        n_gpu_layers: as `Llama`.
     """
 
     task: Task
@@ -54,6 +55,7 @@ class Run:
     n_samples: int = 20
     shard: tuple[int, int] = (0, 1)
     n_threads: int = os.cpu_count() or 1
+    n_gpu_layers: int = 0
 
     @property
     def cells(self) -> list[Cell]:
@@ -158,6 +160,7 @@ def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[s
     session = Session(
         str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
         n_threads=spec.n_threads, n_threads_batch=spec.n_threads, watch=spec.task.watch,
+        n_gpu_layers=spec.n_gpu_layers,
     )  # fmt: skip
     try:
         for index in indices:
