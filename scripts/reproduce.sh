@@ -46,11 +46,11 @@ hard-smol-2k            $SMOL 80 $ALL   $BUDGETS f16 needle:$HARD:$SMALL:max_tok
 hard-qwen-2k            $QWEN 80 $ALL   $BUDGETS f16 needle:$HARD:max_tokens=40
 hard-qwen-4k            $QWEN 40 $ALL   $BUDGETS f16 needle:$FAR:max_tokens=16:tokens=4096
 hard-qwen-8k            $QWEN 20 $SOME  $BUDGETS f16 needle:$FAR:max_tokens=16:tokens=8192
-text-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation
-text-smol-4k            $SMOL 20 $ALL   $BUDGETS f16 continuation:tokens=4096
+text-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation:n=128
+text-smol-4k            $SMOL 20 $ALL   $BUDGETS f16 continuation:n=128:tokens=4096
 text-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128
 text-qwen-4k            $QWEN 20 $ALL   $BUDGETS f16 continuation:n=128:tokens=4096
-code-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation:haystack=code
+code-smol-2k            $SMOL 20 $ALL   $BUDGETS f16 continuation:haystack=code:n=128
 code-qwen-2k            $QWEN 20 $ALL   $BUDGETS f16 continuation:haystack=code:n=128
 code-qwen-4k            $QWEN 20 $SOME  $BUDGETS f16 continuation:haystack=code:n=128:tokens=4096
 questions-smol-2k       $SMOL 20 $SOME  $BUDGETS f16 multi_question:max_tokens=24:orders=2
@@ -63,7 +63,7 @@ forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$SINGLE:max_tokens=1
 similarity-qwen-2k      $QWEN 20 $SOME  $BUDGETS f16 similarity
 rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$SMALL:max_tokens=12:seed=2
 rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
-rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:seed=2
+rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
 rival-text-qwen-2k      $QWEN 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
 EOF
 }
