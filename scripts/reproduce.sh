@@ -6,6 +6,7 @@
 #   scripts/reproduce.sh PART...              run some, e.g. needle-qwen-2k; add SHARD=0/4 to split one over machines
 #   scripts/reproduce.sh all                  run all, then write the report
 #   scripts/reproduce.sh --quick              15 minutes: short prompts, few samples and methods, into results-quick/
+#   scripts/reproduce.sh pack                 compress the samples, as they are in the repository; a part unpacks its own
 #   scripts/reproduce.sh report               the HTML report of what is there, and its tables, figures and CSV files
 #
 # OUT is the folder of the results (docs/results), THREADS the cores to use, QWEN and SMOL the models: names or GGUF files.
@@ -99,6 +100,7 @@ run() {
     local name="$1" model="$2" samples="$3" methods="$4" budgets="$5" types="$6" task="$7"
     [[ "$methods" != *duo* ]] || calibrate "$model"
     echo "== $name"
+    find "$OUT/$name" -name '*.jsonl.gz' -exec gunzip {} + 2>/dev/null || true
     laprox-llamacpp eval "$task" --model "$model" --methods "$methods" --budgets "$budgets" --kv-type "$types" \
         --samples "$samples" --shard "$SHARD" --threads "$THREADS" --out "$OUT/$name"
 }
@@ -119,13 +121,15 @@ list) parts && quick_parts ;;
 all) all_of parts ;;
 *)
     for name in "$@"; do
-        if [[ "$name" == report ]]; then
-            report
-            continue
-        fi
-        line="$(parts && quick_parts)"
-        line="$(grep "^$name " <<<"$line")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }
-        run $line
+        case "$name" in
+        report) report ;;
+        pack) find "$OUT" -name '*.jsonl' -exec gzip -9n {} + ;;
+        *)
+            line="$(parts && quick_parts)"
+            line="$(grep "^$name " <<<"$line")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }
+            run $line
+            ;;
+        esac
     done
     ;;
 esac

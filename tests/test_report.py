@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import math
 import random
@@ -216,6 +217,15 @@ def test_methods_measured_later_join_the_same_samples(tmp_path: Path) -> None:
     e = one(tmp_path)
     assert len(e.samples) == 6 and e.methods == [*METHODS, "tova"]
     assert next(d for d in e.differences() if d.key.method == "tova").value.n == 5
+
+
+def test_packed_samples_are_read(tmp_path: Path) -> None:
+    records = folder(tmp_path)
+    plain = tmp_path / "run" / "samples.jsonl"
+    want = one(tmp_path).mean(Key("f16", "laprox", "0.1"))
+    (tmp_path / "run" / "samples.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    assert one(tmp_path).mean(Key("f16", "laprox", "0.1")) == want and len(one(tmp_path).samples) == len(records)
 
 
 def test_turns(tmp_path: Path) -> None:

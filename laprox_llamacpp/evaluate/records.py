@@ -1,7 +1,8 @@
-"""Run folders as `laprox-llamacpp eval` leaves them, also unfinished ones. Nothing is written."""
+"""Run folders as `laprox-llamacpp eval` leaves them, also unfinished and packed ones. Nothing is written."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 RUN_FILE = "run.json"
 SAMPLES = "samples*.jsonl"
+PACKED = f"{SAMPLES}.gz"
 # KV types from the widest on; the full cache of the first one measured is what everything is held against
 WIDEST = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
@@ -51,8 +53,9 @@ def read_folder(run_file: Path) -> Folder:
     if not isinstance(setup, dict):
         raise ValueError("its setup is no object")
     records, n_bad = [], 0
-    for file in sorted(run_file.parent.glob(SAMPLES)):
-        *lines, _unfinished = file.read_bytes().split(b"\n")
+    for file in sorted([*run_file.parent.glob(SAMPLES), *run_file.parent.glob(PACKED)]):
+        text = file.read_bytes()
+        *lines, _unfinished = (gzip.decompress(text) if file.suffix == ".gz" else text).split(b"\n")
         for line in lines:
             try:
                 record = json.loads(line)
