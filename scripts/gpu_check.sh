@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# One command on a machine with an NVIDIA GPU: builds the CUDA backend for the card that is there, tests our ops on it,
+# compares kept sets with the CPU's, and measures memory, decode speed and the op's time. Prints a table, writes JSON.
+#
+#   scripts/gpu_check.sh [MODEL] [OUT.json]
+#
+# MODEL is a known name or a GGUF file (default: smollm2-135m, fetched when there is a network). Wants nvcc, cmake, a C++
+# compiler and, when vendor/llama.cpp is there already, no network. The Python that runs it (PYTHON) has numpy, click, rich
+# and llama-cpp-python, whose own libraries are not used. Ten minutes on 16 cores, most of it the build; with BUILD naming
+# a folder that was built before, only what changed is compiled.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+MODEL="${1:-smollm2-135m}"
+OUT="${2:-gpu_check.json}"
+BUILD="${BUILD:-build/gpu}"
+PYTHON="${PYTHON:-python3}"
+LOG="${OUT%.json}.log"
+
+command -v nvidia-smi >/dev/null || { echo "no nvidia-smi: this machine has no NVIDIA driver, expected a GPU" >&2; exit 2; }
+command -v nvcc >/dev/null || { echo "no nvcc on PATH, expected the CUDA toolkit (/usr/local/cuda/bin?)" >&2; exit 2; }
+arch="$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)"
+
+echo "== build for sm_$arch (log: $LOG)"
+{
+    cmake -S . -B "$BUILD" -DCMAKE_BUILD_TYPE=Release -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES="$arch" \
+        -DLAPROX_BUILD_TESTS=ON
+    cmake --build "$BUILD" -j "$(nproc)" --target laprox test-backend-ops
+} >"$LOG" 2>&1 || { tail -20 "$LOG" >&2; exit 1; }
+
+libraries="$(dirname "$(find "$BUILD" -name 'libllama.so' | head -1)")"
+ops="$(find "$BUILD" -name test-backend-ops -type f | head -1)"
+
+export LLAMA_CPP_LIB_PATH="$PWD/$libraries" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+export LD_LIBRARY_PATH="$PWD/$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+exec "$PYTHON" scripts/gpu_check.py --ops "$ops" --model "$MODEL" --out "$OUT"
