@@ -59,8 +59,8 @@ questions-qwen-2k       $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=1
 questions-blind-smol-2k $SMOL 20 $SOME  $BUDGETS f16 multi_question:max_tokens=24:orders=2:aware=no
 questions-blind-qwen-2k $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=12:orders=2:aware=no
 questions-qwen-4k       $QWEN 20 $SOME  $BUDGETS f16 multi_question:max_tokens=12:orders=2:tokens=4096
-forms-smol-2k           $SMOL 40 $FORMS $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12:seed=1
-forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$SINGLE:max_tokens=16:seed=1
+forms-smol-2k           $SMOL 40 $FORMS $BUDGETS f16 needle:$HARD:$SMALL:max_tokens=24:seed=1
+forms-qwen-2k           $QWEN 40 $FORMS $BUDGETS f16 needle:$HARD:max_tokens=40:seed=1
 similarity-qwen-2k      $QWEN 20 $SOME  $BUDGETS f16 similarity
 rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$SMALL:max_tokens=12:seed=2
 rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
