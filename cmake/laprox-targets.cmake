@@ -27,7 +27,7 @@ set_property(TARGET ${LAPROX_LIBRARIES} PROPERTY PUBLIC_HEADER)  # libraries are
 add_custom_target(laprox ALL DEPENDS ${LAPROX_LIBRARIES})
 
 # Sources in native/<folder> belong to the target that upstream builds from that folder. Added here, so that no stock
-# CMakeLists.txt is patched. CUDA and Metal sources are picked up by the globs of their own backends.
+# CMakeLists.txt is patched. CUDA sources are picked up by the glob of their backend; Metal kernels are listed by a patch.
 function(laprox_add_sources folder)
     file(GLOB sources RELATIVE "${CMAKE_CURRENT_SOURCE_DIR}/native" CONFIGURE_DEPENDS
         "native/${folder}/*.c" "native/${folder}/*.cpp")
@@ -45,3 +45,6 @@ list(FILTER laprox_cpu_targets INCLUDE REGEX "^ggml-cpu")
 laprox_add_sources(src                llama)
 laprox_add_sources(ggml/src           ggml-base)
 laprox_add_sources(ggml/src/ggml-cpu  ${laprox_cpu_targets})
+if(TARGET ggml-metal)
+    laprox_add_sources(ggml/src/ggml-metal ggml-metal)
+endif()
