@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Callable
 
 LLAMA_CPP_VERSION = "0.3.36"
-ABI_VERSION = 2  # LAPROX_ABI_VERSION of laprox.h
+ABI_VERSION = 3  # LAPROX_ABI_VERSION of laprox.h
 ENV = "LLAMA_CPP_LIB_PATH"
 
 # structs of llama.h that cross the boundary by value or inside an array

@@ -25,13 +25,14 @@ ROWS = {"q": 0, "k": 1, "v": 2}
 POOL = {"none": 0, "reach": 1, "avg": 2, "max": 3}
 NORMALIZE = {"none": 0, "residual": 1, "layer_sum": 2, "zscore": 3}
 ALLOC = {"model": 0, "layer": 1, "head": 2}
+ATTENTION_PATH = {"auto": 0, "per_head": 1, "ragged_op": 2}
 STORE_RAGGED = 0
 STORE_MASK = 1  # oracle for tests: the full cache stays, evicted rows are masked
 STORE_ASIDE = 2  # the full prompt waits for `restore`
 
 
 class ContextParams(ctypes.Structure):
-    _fields_ = [("struct_size", c_size_t), ("n_reserve", c_uint32)]
+    _fields_ = [("struct_size", c_size_t), ("n_reserve", c_uint32), ("attention_path", c_int32)]
 
 
 class ScoreParams(ctypes.Structure):
@@ -102,6 +103,9 @@ class Stats(ctypes.Structure):
         ("rows_read", c_uint64),
         ("rows_dense", c_uint64),
         ("bytes_pages", c_uint64),
+        ("n_layer_device", c_uint32),
+        ("n_layer_composed", c_uint32),
+        ("n_layer_ragged_op", c_uint32),
     ]
 
 
@@ -129,6 +133,7 @@ _accumulate = _declare("laprox_accumulate", c_int32, c_void_p)
 _get_accumulated = _declare("laprox_get_accumulated", c_int32, c_void_p, POINTER(c_uint32))
 _get_shape = _declare("laprox_get_shape", c_int32, c_void_p, POINTER(Shape))
 _get_layers = _declare("laprox_get_layers", c_int32, c_void_p, POINTER(c_int32), POINTER(c_uint32), c_size_t)
+_get_device = _declare("laprox_get_device", c_int32, c_void_p, c_uint32, c_char_p, c_size_t)
 _get_scores = _declare("laprox_get_scores", c_int32, c_void_p, POINTER(c_float), c_size_t)
 _get_residual = _declare("laprox_get_residual", c_int32, c_void_p, POINTER(c_float), c_size_t)
 _evict = _declare("laprox_evict", c_int32, c_void_p, POINTER(PlanParams), c_int32)
@@ -167,12 +172,13 @@ def build_info() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
-def context_params(n_reserve: int | None = None) -> ContextParams:
-    """Defaults; `n_reserve` rows per head held ready for new tokens."""
+def context_params(n_reserve: int | None = None, attention_path: str = "auto") -> ContextParams:
+    """Defaults; `n_reserve` rows per head held ready for new tokens, `attention_path` to force how they are read."""
     params = ContextParams(ctypes.sizeof(ContextParams))
     _check(_context_default_params(ctypes.byref(params)))
     if n_reserve is not None:
         params.n_reserve = n_reserve
+    params.attention_path = ATTENTION_PATH[attention_path]
     return params
 
 
@@ -258,6 +264,16 @@ def layers(ctx: Any) -> list[tuple[int, int]]:
     il, n_head_kv = np.zeros(n, np.int32), np.zeros(n, np.uint32)
     _check(_get_layers(ctx, _ptr(il, c_int32), _ptr(n_head_kv, c_uint32), n))
     return [(int(a), int(b)) for a, b in zip(il, n_head_kv)]
+
+
+def devices(ctx: Any) -> list[str]:
+    """Name of the device that holds the rows of each evictable layer, and computes with them."""
+    name = ctypes.create_string_buffer(256)
+    out = []
+    for layer in range(shape(ctx).n_layer):
+        _check(_get_device(ctx, layer, name, len(name)))
+        out.append(name.value.decode("utf-8", errors="replace"))
+    return out
 
 
 def scores(ctx: Any) -> npt.NDArray[np.float32]:

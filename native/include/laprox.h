@@ -31,8 +31,8 @@
 extern "C" {
 #endif
 
-// raised when a function or the meaning of a field changes; new fields at the end of a struct do not raise it
-#define LAPROX_ABI_VERSION 2
+// raised when a function is added or the meaning of a field changes; new fields at the end of a struct do not raise it
+#define LAPROX_ABI_VERSION 3
 
 enum laprox_status {
     LAPROX_OK            = 0,
@@ -92,10 +92,17 @@ enum laprox_alloc {
 
 enum laprox_store {
     LAPROX_STORE_RAGGED = 0, // kept rows move into ragged storage, the prompt buffer is freed
-    LAPROX_STORE_MASK   = 1, // oracle: the full cache stays, evicted rows are masked; CPU only, frees nothing. Once the
-                             // later tokens are removed, the same prompt may be scored and evicted again
+    LAPROX_STORE_MASK   = 1, // oracle: the full cache stays, evicted rows are masked; caches in host memory only, frees
+                             // nothing. Once the later tokens are removed, the same prompt may be scored and evicted again
     LAPROX_STORE_ASIDE  = 2, // as RAGGED, but the prompt's rows stay aside until laprox_restore(): one prefill for
                              // many kept sets
+};
+
+// how an evicted layer is attended to in ubatches of at most 8 tokens; larger ones take a node per KV head
+enum laprox_path {
+    LAPROX_PATH_AUTO      = 0, // RAGGED_OP where the layer's device runs it, PER_HEAD elsewhere and on the CPU
+    LAPROX_PATH_PER_HEAD  = 1, // flash attention, a node per KV head
+    LAPROX_PATH_RAGGED_OP = 2, // GGML_OP_LAPROX_ATTN, a node per layer
 };
 
 //
@@ -104,7 +111,8 @@ enum laprox_store {
 
 struct laprox_context_params {
     size_t   struct_size;
-    uint32_t n_reserve;   // rows per head that an evicted cache holds ready for new tokens, grown by as many, 256
+    uint32_t n_reserve;      // rows per head that an evicted cache holds ready for new tokens, grown by as many, 256
+    int32_t  attention_path; // enum laprox_path, for tests; a device that cannot run it refuses the context
 };
 
 struct laprox_score_params {
@@ -169,6 +177,9 @@ struct laprox_stats {
     uint64_t rows_read;      // page selection: rows that the last one-token step attended to, once per KV head
     uint64_t rows_dense;     // rows that it would have attended to without
     uint64_t bytes_pages;    // tables of page selection, on top of bytes_now
+    uint32_t n_layer_device;    // evictable layers whose rows are in device memory
+    uint32_t n_layer_composed;  // those whose last scores were composed of stock ops, by request or for want of the op
+    uint32_t n_layer_ragged_op; // those that LAPROX_PATH_RAGGED_OP is used for
 };
 
 LLAMA_API uint32_t     laprox_abi_version(void);
@@ -217,6 +228,10 @@ LLAMA_API int32_t laprox_get_shape(struct llama_context * ctx, struct laprox_sha
 // model layer and number of KV heads of each evictable layer, [n_layer]
 LLAMA_API int32_t laprox_get_layers(struct llama_context * ctx, int32_t * il, uint32_t * n_head_kv, size_t n_layer);
 
+// name of the device that holds the rows of the evictable layer with index ikv and computes with them, as in
+// ggml_backend_dev_name(); n is the room in name, the closing 0 included
+LLAMA_API int32_t laprox_get_device(struct llama_context * ctx, uint32_t ikv, char * name, size_t n);
+
 // the last raw scores, [n_score][n_cand]; they stay until the next laprox_score or laprox_observe, a cleared cache, or an
 // eviction that frees the prompt's rows
 LLAMA_API int32_t laprox_get_scores(struct llama_context * ctx, float * scores, size_t n);
@@ -252,7 +267,7 @@ LLAMA_API int32_t laprox_get_kept(struct llama_context * ctx, uint32_t * n_kept,
 LLAMA_API int32_t laprox_get_stats(struct llama_context * ctx, struct laprox_stats * stats);
 
 // Page selection for every later ubatch of one token, the observation window excepted; NULL: off. The cache, full or
-// evicted to LAPROX_STORE_RAGGED, stays as it is. Not together with LAPROX_STORE_MASK.
+// evicted to LAPROX_STORE_RAGGED, stays as it is. Not together with LAPROX_STORE_MASK, and not on a device.
 LLAMA_API int32_t laprox_set_pages(struct llama_context * ctx, const struct laprox_pages_params * params);
 
 // slow, order-exact CPU kernels, for tests that compare bits

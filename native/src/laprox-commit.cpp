@@ -8,7 +8,7 @@
 #include <cmath>
 #include <cstring>
 
-static uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers) {
+uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers) {
     size_t n = 0;
     for (const auto & layer : layers) {
         for (const auto & kept : layer.kept) {
@@ -45,24 +45,23 @@ void laprox_kv::observe(uint32_t n_window_new) {
     scored   = false;
     n_window = n_window_new;
 
-    const ggml_init_params params_ctx = {
-        /*.mem_size   =*/2 * layers.size() * ggml_tensor_overhead(),
-        /*.mem_buffer =*/nullptr,
-        /*.no_alloc   =*/true,
-    };
+    auto tensors = std::make_unique<laprox_tensors>(2 * layers.size());
 
-    buf_obs.reset();
-    ctx_obs.reset(ggml_init(params_ctx));
+    obs.reset();
 
     for (auto & layer : layers) {
-        layer.q_obs = ggml_new_tensor_3d(ctx_obs.get(), GGML_TYPE_F32, layer.n_embd_head_k, layer.n_head, n_window);
-        layer.r_obs = ggml_new_tensor_2d(ctx_obs.get(), GGML_TYPE_F32, 1, n_window);
+        auto * ctx = tensors->ctx(layer.buft);
+
+        layer.q_obs = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.n_embd_head_k, layer.n_head, n_window);
+        layer.r_obs = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, 1, n_window);
+
+        ggml_format_name(layer.q_obs, "laprox_q_l%d", layer.il);
+        ggml_format_name(layer.r_obs, "laprox_r_l%d", layer.il);
     }
 
-    buf_obs.reset(ggml_backend_alloc_ctx_tensors_from_buft(ctx_obs.get(), ggml_backend_cpu_buffer_type()));
-    if (!buf_obs) {
-        laprox_throw(LAPROX_E_ALLOC, "memory for the queries of the observation window was refused");
-    }
+    tensors->alloc("the queries of the observation window");
+
+    obs = std::move(tensors);
 
     observing = true;
 }
@@ -102,6 +101,9 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     }
     if (store < LAPROX_STORE_RAGGED || store > LAPROX_STORE_ASIDE) {
         laprox_throw(LAPROX_E_ARG, format("unknown store %d", store));
+    }
+    if (store == LAPROX_STORE_MASK && n_layer_device() > 0) {
+        laprox_throw(LAPROX_E_UNSUPPORTED, "the mask store is for a KV cache in host memory, this one is in device memory; use LAPROX_STORE_RAGGED or offload_kqv=False");
     }
     if (pages && store == LAPROX_STORE_MASK) {
         laprox_throw(LAPROX_E_STATE, "the mask store does not go with page selection; turn it off with laprox_set_pages(ctx, NULL)");
@@ -179,8 +181,7 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
             layer.r_obs     = nullptr;
             layer.keep_mask = nullptr;
         }
-        buf_obs.reset();
-        ctx_obs.reset();
+        obs.reset();
         buf_mask.reset();
         ctx_mask.reset();
         totals  = {};
@@ -199,81 +200,6 @@ void laprox_kv::commit(const uint32_t * n_kept, const llama_pos * pos, int32_t s
     stats.n_grown     = 0;
     stats.bytes_full  = bytes_full;
     stats.t_commit_ms = (ggml_time_us() - t_start_us) / 1000.0;
-}
-
-void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_cand_new, bool keep_aside) {
-    if (keep_aside && !per_layer) {
-        grow_full(n_rows()); // into buffers that can be set aside one by one
-    }
-
-    const uint32_t n_tail_new = n_prompt - n_cand_new;
-    const uint32_t n_cap      = n_tail_new + params.n_reserve;
-
-    std::vector<uint32_t> n_rows_new;
-
-    auto                    row0 = lay_out(n_cap, n_rows_new);
-    auto                    rows = alloc_layers(true, n_rows_new);
-    std::vector<rows_aside> aside_new(keep_aside ? layers.size() : 0);
-    std::vector<llama_pos>  tail_new(n_tail_new);
-
-    for (size_t ikv = 0; ikv < aside_new.size(); ++ikv) {
-        const auto & cur = kv.layers[ikv];
-
-        aside_new[ikv] = { {}, cur.k, cur.v, cur.k_stream, cur.v_stream };
-    }
-
-    auto first = take_first(); // nothing can be refused from here on
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        auto & l = layers[ikv];
-
-        const auto & old = kv.layers[ikv];
-
-        l.row0 = std::move(row0[ikv]);
-
-        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            const size_t n_row = dst->nb[1];
-
-            for (int64_t h = 0; h < l.n_head_kv; ++h) {
-                const char * from = (const char *) src->data + h * n_row;
-                char *       to   = (char *) dst->data + l.row0[h] * n_row;
-
-                for (llama_pos p : l.kept[h]) {
-                    memcpy(to, from + cells[p] * src->nb[1], n_row);
-                    to += n_row;
-                }
-
-                for (uint32_t p = n_cand_new; p < n_prompt; ++p) {
-                    memcpy(to, from + cells[p] * src->nb[1], n_row);
-                    to += n_row;
-                }
-
-                memset(to, 0, (n_cap - n_tail_new) * n_row);
-            }
-        }
-
-        if (keep_aside) {
-            aside_new[ikv].ctx_buf = std::move(kv.ctxs_bufs[ikv]);
-        }
-
-        adopt(ikv, std::move(rows[ikv]));
-    }
-
-    aside.swap(aside_new);
-    aside_cut = false;
-
-    tail.swap(tail_new);
-    for (uint32_t i = 0; i < n_tail_new; ++i) {
-        tail[i] = n_cand_new + i;
-    }
-
-    n_tail_cap = n_cap;
-    n_append   = 0;
-    phase      = LAPROX_PHASE_RAGGED;
-
-    if (pages) {
-        pages->forget();
-    }
 }
 
 void laprox_kv::restore() {
@@ -311,8 +237,10 @@ void laprox_kv::restore() {
 
         layers[ikv].kept.clear();
         layers[ikv].row0.clear();
+        layers[ikv].regions = nullptr;
     }
 
+    regions.reset();
     aside.clear();
     tail.clear();
 
@@ -333,13 +261,7 @@ void laprox_kv::restore() {
 }
 
 void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_cand_new) {
-    const ggml_init_params params_ctx = {
-        /*.mem_size   =*/layers.size() * ggml_tensor_overhead(),
-        /*.mem_buffer =*/nullptr,
-        /*.no_alloc   =*/true,
-    };
-
-    ggml_context_ptr ctx(ggml_init(params_ctx));
+    auto ctx = laprox_ctx(layers.size());
 
     std::vector<ggml_tensor *> masks;
 
@@ -347,10 +269,7 @@ void laprox_kv::commit_masked(const std::vector<uint32_t> & cells, uint32_t n_ca
         masks.push_back(ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F16, kv.get_size(), 1, layer.n_head));
     }
 
-    ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx.get(), ggml_backend_cpu_buffer_type()));
-    if (!buf) {
-        laprox_throw(LAPROX_E_ALLOC, "memory for the mask of the oracle was refused");
-    }
+    auto buf = laprox_alloc(ctx.get(), ggml_backend_cpu_buffer_type(), "the mask of the oracle");
 
     ggml_backend_buffer_clear(buf.get(), 0);
 

@@ -63,7 +63,8 @@ int laprox_kv::before_decode(llama_context & ctx, uint32_t n_tokens) {
 }
 
 uint32_t laprox_kv::n_extra_nodes() const {
-    // per KV head: views of q, k, v and mask, casts of an F32 cache, the attention, its share of the concatenation
+    // per KV head: views of q, k, v and mask, casts of an F32 cache, the mask of its own, the attention, its share of the
+    // concatenation
     uint64_t n = 0;
     for (const auto & layer : layers) {
         n += 12 * layer.n_head_kv + 16;
@@ -110,8 +111,8 @@ void laprox_kv::check(const llama_context & ctx) const {
                     refuse(format("cache type %s; use f32, f16, bf16, q8_0 or q4_0", ggml_type_name(t->type)));
             }
         }
-        if (!ggml_backend_buffer_is_host(kv.layers[ikv].k->buffer)) {
-            refuse("the KV cache is in device memory; pass offload_kqv=False (or n_gpu_layers=0) to keep it in host memory");
+        if (ggml_backend_dev_type(layer.dev) == GGML_BACKEND_DEVICE_TYPE_META) {
+            refuse("the rows of a layer are split over several devices; choose another split_mode");
         }
         if (!layer.refusal.empty()) {
             refuse(format("layer %d ", layer.il) + layer.refusal);
@@ -171,6 +172,7 @@ void laprox_after_init(llama_context & lctx) {
         }
 
         lx->check(lctx);
+        lx->choose_paths();
         lx->note_bytes();
     } catch (const std::exception & err) {
         laprox_set_error(err.what());

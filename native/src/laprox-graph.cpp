@@ -4,6 +4,9 @@
 #include "llama-impl.h"
 #include "llama-model.h"
 
+// ubatches of up to so many tokens, each a pass over the rows, are decode steps
+static constexpr int64_t LAPROX_ATTN_TOKENS = 8;
+
 // the residual stream that enters the layer of v_cur: back from the value projection to what it reads, and over the
 // norm in front of it if there is one
 static ggml_tensor * laprox_find_residual(ggml_tensor * v_cur, int64_t n_embd, int64_t n_tokens) {
@@ -137,7 +140,33 @@ ggml_tensor * laprox_kv::build_attn_pages(
     return cur;
 }
 
-// one flash attention per KV head, each over its own region only
+ggml_tensor * laprox_build_attn_head(
+        ggml_context * ctx,
+        ggml_tensor *  q,
+        ggml_tensor *  k,
+        ggml_tensor *  v,
+        ggml_tensor *  mask,
+        float          kq_scale,
+        float          softcap) {
+    // as the stock attention does
+    if (k->type == GGML_TYPE_F32) {
+        k = ggml_cast(ctx, k, GGML_TYPE_F16);
+    }
+    if (v->type == GGML_TYPE_F32) {
+        v = ggml_cast(ctx, v, GGML_TYPE_F16);
+    }
+
+    ggml_tensor * res = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), k, v, nullptr, kq_scale, 0.0f, softcap);
+
+    // the builder wants a contiguous mask; the CPU kernels go by its row stride
+    res->src[3] = mask;
+
+    ggml_prec_set_acc(res, GGML_PREC_F32);
+
+    return res;
+}
+
+// each KV head over its own region only: in one node, or in a flash attention per head
 //
 // q [n_embd_head_k, n_head, n_tokens], k [n_embd_head_k, n_rows], v [n_embd_head_v, n_rows]
 ggml_tensor * laprox_kv::build_attn_ragged(
@@ -152,14 +181,33 @@ ggml_tensor * laprox_kv::build_attn_ragged(
 
     const int64_t n_tokens = q->ne[2];
     const int64_t n_gqa    = layer.n_head / layer.n_head_kv;
-    const int64_t n_mask   = kq_mask->ne[0];
-    const int64_t n_view   = n_mask - n_kept_max; // tail rows
+    const int64_t n_view   = kq_mask->ne[0] - n_kept_max - n_pad(); // tail rows
+
+    const float softcap = graph.hparams.attn_soft_cap ? graph.hparams.f_attn_logit_softcapping : 0.0f;
+
+    // the rows stay where they are
+    auto * where = backend(layer, graph.sched);
+
+    if (layer.ragged_op && n_tokens <= LAPROX_ATTN_TOKENS) {
+        ggml_tensor * cur = ggml_laprox_attn(ctx0, q, k, v, kq_mask, layer.regions, kq_scale, softcap);
+
+        ggml_format_name(cur, "laprox_attn-%d", layer.il);
+        ggml_backend_sched_set_tensor_backend(graph.sched, cur, where);
+
+        cur = ggml_reshape_2d(ctx0, cur, layer.n_embd_head_v * layer.n_head, n_tokens);
+
+        ggml_build_forward_expand(graph.gf, cur);
+
+        return cur;
+    }
+
+    kq_mask = on_device(ctx0, layer, graph.sched, kq_mask);
 
     std::vector<ggml_tensor *> out;
 
     for (int64_t h = 0; h < layer.n_head_kv; ++h) {
         const int64_t n_kept = layer.kept[h].size();
-        const int64_t n_kv   = n_kept + n_view;
+        const int64_t n_kv   = layer.host ? n_kept + n_view : GGML_PAD(n_kept + n_view, LAPROX_ROWS_STEP);
 
         ggml_tensor * q_h = ggml_view_3d(ctx0, q, q->ne[0], n_gqa, n_tokens, q->nb[1], q->nb[2], h * n_gqa * q->nb[1]);
         ggml_tensor * k_h = ggml_view_2d(ctx0, k, k->ne[0], n_kv, k->nb[1], layer.row0[h] * k->nb[1]);
@@ -167,24 +215,15 @@ ggml_tensor * laprox_kv::build_attn_ragged(
 
         ggml_tensor * mask = ggml_view_2d(ctx0, kq_mask, n_kv, n_tokens, kq_mask->nb[1], (n_kept_max - n_kept) * kq_mask->nb[0]);
 
-        // as the stock attention does
-        if (k_h->type == GGML_TYPE_F32) {
-            k_h = ggml_cast(ctx0, k_h, GGML_TYPE_F16);
-        }
-        if (v_h->type == GGML_TYPE_F32) {
-            v_h = ggml_cast(ctx0, v_h, GGML_TYPE_F16);
+        // only the CPU's kernels take a mask with gaps, or one that starts anywhere
+        if (!layer.host) {
+            mask = ggml_cont(ctx0, mask);
+            ggml_backend_sched_set_tensor_backend(graph.sched, mask, where);
         }
 
-        ggml_tensor * cur = ggml_flash_attn_ext(ctx0, ggml_permute(ctx0, q_h, 0, 2, 1, 3), k_h, v_h, nullptr, kq_scale, 0.0f,
-                graph.hparams.attn_soft_cap ? graph.hparams.f_attn_logit_softcapping : 0.0f);
+        ggml_tensor * cur = laprox_build_attn_head(ctx0, q_h, k_h, v_h, mask, kq_scale, softcap);
 
-        // the builder wants a contiguous mask; the CPU kernels go by its row stride
-        cur->src[3] = mask;
-
-        ggml_prec_set_acc(cur, GGML_PREC_F32);
-
-        // only the CPU's kernels take such a mask, and the rows are in host memory
-        ggml_backend_sched_set_tensor_backend(graph.sched, cur, graph.backend_cpu);
+        ggml_backend_sched_set_tensor_backend(graph.sched, cur, where);
 
         out.push_back(cur); // [n_embd_head_v, n_gqa, n_tokens]
     }

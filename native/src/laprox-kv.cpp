@@ -9,13 +9,8 @@
 #include <limits>
 #include <stdexcept>
 
-#if defined(__GLIBC__)
-#    include <malloc.h>
-#endif
-
 // rows are viewed in multiples of this, so that the graph stays the same over as many tokens
 static constexpr uint32_t LAPROX_TAIL_STEP = 64;
-static constexpr uint32_t LAPROX_ROWS_STEP = 256;
 
 void laprox_throw(laprox_status status, const std::string & text) {
     throw laprox_error(status, text);
@@ -35,6 +30,10 @@ void laprox_kv::init() {
         layer.n_head_kv     = hparams.n_head_kv(l.il);
         layer.n_embd_head_k = hparams.n_embd_head_k(l.il);
         layer.n_embd_head_v = hparams.n_embd_head_v(l.il);
+
+        layer.buft = ggml_backend_buffer_get_type(l.k->buffer);
+        layer.host = ggml_backend_buft_is_host(layer.buft);
+        layer.dev  = layer.host ? ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU) : ggml_backend_buft_get_device(layer.buft);
 
         layers.push_back(std::move(layer));
     }
@@ -65,7 +64,7 @@ uint32_t laprox_kv::n_rows_init() const {
 }
 
 uint32_t laprox_kv::n_kv_full() const {
-    return phase == LAPROX_PHASE_RAGGED ? n_kept_max + n_tail_cap : n_rows();
+    return phase == LAPROX_PHASE_RAGGED ? n_kept_max + n_tail_cap + n_pad() : n_rows();
 }
 
 uint64_t laprox_kv::n_head_kv_total() const {
@@ -145,9 +144,7 @@ laprox_rows laprox_kv::alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int6
     ggml_format_name(res.k, "cache_k_l%d", layers[ikv].il);
     ggml_format_name(res.v, "cache_v_l%d", layers[ikv].il);
 
-    auto * buft = ggml_backend_buffer_get_type(layer.k->buffer);
-
-    res.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(res.ctx.get(), buft));
+    res.buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(res.ctx.get(), layers[ikv].buft));
     if (!res.buf) {
         laprox_throw(LAPROX_E_ALLOC, format("%.1f MiB of KV memory were refused", (ggml_nbytes(res.k) + ggml_nbytes(res.v)) / 1024.0 / 1024.0));
     }
@@ -175,21 +172,6 @@ std::vector<laprox_rows> laprox_kv::alloc_layers(bool flat, const std::vector<ui
     return rows;
 }
 
-laprox_kv::row0_t laprox_kv::lay_out(uint32_t n_cap, std::vector<uint32_t> & n_rows) const {
-    row0_t row0(layers.size());
-
-    n_rows.assign(layers.size(), 0);
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        for (const auto & kept : layers[ikv].kept) {
-            row0[ikv].push_back(n_rows[ikv]);
-            n_rows[ikv] += kept.size() + n_cap;
-        }
-    }
-
-    return row0;
-}
-
 // from here on there is one buffer per layer, so that a layer's old rows go as soon as its new ones are filled
 laprox_kv::buffers_t laprox_kv::take_first() {
     buffers_t first;
@@ -214,101 +196,6 @@ void laprox_kv::adopt(size_t ikv, laprox_rows && rows) {
 
     // the order frees the old buffer of this layer before the next one is touched
     kv.ctxs_bufs[ikv] = { std::move(rows.ctx), std::move(rows.buf) };
-}
-
-void laprox_trim() {
-#if defined(__GLIBC__)
-    // small buffers come from the heap, which keeps them otherwise
-    malloc_trim(0);
-#endif
-}
-
-static void laprox_zero_rows(ggml_tensor * t, uint64_t row0, uint64_t n) {
-    if (n > 0) {
-        ggml_backend_tensor_memset(t, 0, row0 * t->nb[1], n * t->nb[1]);
-    }
-}
-
-void laprox_kv::grow_full(uint32_t n_rows_new) {
-    if (lctx) {
-        lctx->synchronize(); // the old rows may still be in use
-    }
-
-    const uint32_t n_rows_old = n_rows();
-
-    auto rows  = alloc_layers(false, std::vector<uint32_t>(layers.size(), n_rows_new));
-    auto first = take_first();
-
-    const uint32_t n_copy = std::min(n_rows_old, n_rows_new);
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const auto & old = kv.layers[ikv];
-
-        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            ggml_backend_tensor_set(dst, src->data, 0, n_copy * src->nb[1]);
-            laprox_zero_rows(dst, n_copy, n_rows_new - n_copy);
-        }
-
-        adopt(ikv, std::move(rows[ikv]));
-    }
-
-    stale = true;
-
-    first.clear();
-    laprox_trim();
-}
-
-void laprox_kv::reset_full() {
-    auto rows = alloc_layers(false, std::vector<uint32_t>(layers.size(), n_rows_init()));
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        laprox_zero_rows(rows[ikv].k, 0, n_rows_init());
-        laprox_zero_rows(rows[ikv].v, 0, n_rows_init());
-
-        adopt(ikv, std::move(rows[ikv]));
-    }
-
-    phase    = LAPROX_PHASE_FULL;
-    stale    = true;
-    released = false;
-
-    laprox_trim();
-}
-
-// room for n_cap_new tail rows in every region
-void laprox_kv::grow_tail(uint32_t n_cap_new) {
-    lctx->synchronize();
-
-    std::vector<uint32_t> n_rows_new;
-
-    auto row0_new = lay_out(n_cap_new, n_rows_new);
-    auto rows     = alloc_layers(true, n_rows_new);
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        auto & l = layers[ikv];
-
-        const auto & old = kv.layers[ikv];
-
-        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            for (int64_t h = 0; h < l.n_head_kv; ++h) {
-                const uint64_t n_copy = l.kept[h].size() + tail.size();
-
-                ggml_backend_tensor_set(dst, (const char *) src->data + l.row0[h] * src->nb[1], row0_new[ikv][h] * dst->nb[1], n_copy * dst->nb[1]);
-                laprox_zero_rows(dst, row0_new[ikv][h] + n_copy, n_cap_new - tail.size());
-            }
-        }
-
-        l.row0 = std::move(row0_new[ikv]);
-
-        adopt(ikv, std::move(rows[ikv]));
-    }
-
-    n_tail_cap = n_cap_new;
-    stale      = true;
-
-    stats.n_grown++;
-
-    laprox_trim();
 }
 
 // room for n_tokens more tokens
@@ -371,9 +258,11 @@ void laprox_kv::clear() {
     for (auto & layer : layers) {
         layer.kept.clear();
         layer.row0.clear();
+        layer.regions   = nullptr;
         layer.keep_mask = nullptr;
     }
 
+    regions.reset();
     ctx_mask.reset();
     buf_mask.reset();
 
@@ -482,6 +371,9 @@ void laprox_kv::append(const llama_ubatch & ubatch) {
 //
 
 void laprox_kv::set_pages(const laprox_pages_params * params) {
+    if (params && n_layer_device() > 0) {
+        laprox_throw(LAPROX_E_UNSUPPORTED, "page selection runs on the CPU, the KV cache is in device memory; pass offload_kqv=False to keep it in host memory");
+    }
     if (params && phase == LAPROX_PHASE_MASKED) {
         laprox_throw(LAPROX_E_STATE, "page selection does not go with the mask store; clear the cache first");
     }
@@ -560,11 +452,12 @@ void laprox_kv::refuse_shift() const {
 // the ragged layout: row indices and the mask
 //
 // All heads share the tail, and every kept row lies before it, so one mask serves them all: n_kept_max columns that are
-// always visible, then the tail. A head with n_kept rows reads the mask from column n_kept_max - n_kept on.
+// always visible, then the tail. A head with n_kept rows reads the mask from column n_kept_max - n_kept on. On a device,
+// columns that are never visible follow.
 //
 
 uint32_t laprox_kv::n_kv_ragged() const {
-    return n_kept_max + std::min(n_tail_cap, GGML_PAD((uint32_t) tail.size(), LAPROX_TAIL_STEP));
+    return n_kept_max + std::min(n_tail_cap, GGML_PAD((uint32_t) tail.size(), LAPROX_TAIL_STEP)) + n_pad();
 }
 
 ggml_tensor * laprox_kv::build_idxs(ggml_context * ctx, uint32_t n_tokens, const char * name) const {
@@ -572,6 +465,8 @@ ggml_tensor * laprox_kv::build_idxs(ggml_context * ctx, uint32_t n_tokens, const
 
     ggml_set_input(res);
     ggml_set_name(res, name);
+
+    inputs.clear(); // those of another graph
 
     return res;
 }
@@ -625,6 +520,8 @@ ggml_tensor * laprox_kv::cpy(ggml_context * ctx, ggml_tensor * rows, ggml_tensor
         cur = ggml_cont(ctx, cur);
     }
     cur = ggml_reshape_2d(ctx, cur, cur->ne[0], n_head * n_tokens);
+
+    idxs = on_device(ctx, layers[ikv], lctx->get_sched(), idxs);
 
     size_t offs = 0;
     for (size_t i = 0; i < ikv; ++i) {

@@ -34,6 +34,9 @@ enum laprox_phase {
     LAPROX_PHASE_MASKED,
 };
 
+// rows are allocated in multiples of this
+static constexpr uint32_t LAPROX_ROWS_STEP = 256;
+
 // K and V of one layer with the buffer behind them
 struct laprox_rows {
     ggml_context_ptr        ctx;
@@ -49,6 +52,13 @@ struct laprox_layer {
     int64_t n_head_kv;
     int64_t n_embd_head_k;
     int64_t n_embd_head_v;
+
+    // where the rows are: whatever is computed with them is computed there, in buffers of the same type
+    ggml_backend_dev_t         dev  = nullptr;
+    ggml_backend_buffer_type_t buft = nullptr;
+    bool                       host = true;
+
+    bool ragged_op = false; // ubatches of few tokens: one attention node, not one per KV head
 
     // what the model's graph does with this layer, seen when it is built
     bool          seen = false;
@@ -67,7 +77,27 @@ struct laprox_layer {
     std::vector<std::vector<llama_pos>> kept; // ascending candidates (the tail is not listed)
     std::vector<uint32_t>               row0; // first row of the head's region (ragged)
 
+    ggml_tensor * regions = nullptr; // [2, n_head_kv] I32, first row and first column of the mask (ragged, with ragged_op)
+
     ggml_tensor * keep_mask = nullptr; // [kv_size, 1, n_head] F16 (masked)
+};
+
+// tensors of layers, each in memory of the kind that the layer's rows are in
+class laprox_tensors {
+public:
+    explicit laprox_tensors(size_t n_max) :
+        n_max(n_max) {} // tensors in one kind of memory, at most
+
+    ggml_context * ctx(ggml_backend_buffer_type_t buft);
+
+    void alloc(const char * what); // all of them; throws
+
+private:
+    size_t n_max;
+
+    std::vector<std::pair<ggml_backend_buffer_type_t, ggml_context_ptr>> ctxs;
+
+    std::vector<ggml_backend_buffer_ptr> bufs;
 };
 
 class laprox_kv {
@@ -110,6 +140,8 @@ public:
 
     int  before_decode(llama_context & lctx, uint32_t n_tokens); // < 0: refuse the batch, > 0: reserve the graphs anew
     void check(const llama_context & lctx) const;                // throws std::runtime_error with the reason of a refusal
+
+    void choose_paths();                                         // likewise: which ops each device runs
 
     uint32_t n_extra_nodes() const;
 
@@ -185,6 +217,9 @@ public:
     uint64_t n_bytes_other() const;
     uint64_t n_bytes_aside() const;
 
+    uint32_t n_layer_device() const;
+    uint32_t n_layer_ragged_op() const;
+
     uint32_t n_tail() const { return tail.size(); }
 
 private:
@@ -222,14 +257,22 @@ private:
 
     bool aside_cut = false; // tokens that these rows belong to were removed since
 
-    ggml_context_ptr        ctx_obs;
-    ggml_backend_buffer_ptr buf_obs;
+    std::unique_ptr<laprox_tensors> obs;
+    std::unique_ptr<laprox_tensors> regions;
 
-    std::vector<ggml_context_ptr>        ctx_gram;
-    std::vector<ggml_backend_buffer_ptr> buf_gram;
+    std::vector<laprox_tensors> grams;
 
     ggml_context_ptr        ctx_mask;
     ggml_backend_buffer_ptr buf_mask;
+
+    // inputs that a device's views are made of: copied there once per graph, not once per view
+    struct input_copy {
+        const ggml_tensor * src;
+        ggml_backend_t      backend;
+        ggml_tensor *       copy;
+    };
+
+    mutable std::vector<input_copy> inputs;
 
     uint32_t n_rows() const; // allocated, full layout
 
@@ -241,6 +284,10 @@ private:
 
     laprox_rows alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int64_t n_rows) const;
     row0_t      lay_out(uint32_t n_cap, std::vector<uint32_t> & n_rows) const; // regions of kept rows and n_cap more
+    uint32_t    n_pad() const;                                                 // columns and rows after those of the heads
+    uint32_t    n_align(size_t ikv) const;                                     // regions start at multiples of so many rows
+    void        zero_rest(size_t ikv, const laprox_rows & rows, const std::vector<uint32_t> & row0, uint32_t n_tail) const;
+    void        place_regions(const row0_t & row0, uint32_t n_kept_max); // allocates and fills; throws, changes nothing
     buffers_t   take_first();                                                  // the constructor's buffers, once
     void        adopt(size_t ikv, laprox_rows && rows);
 
@@ -275,22 +322,37 @@ private:
             ggml_tensor *             kq_mask,
             float                     kq_scale) const;
 
+    // where a layer's rows are: laprox-device.cpp
+    ggml_backend_t backend(const laprox_layer & layer, ggml_backend_sched_t sched) const;
+
+    ggml_tensor * on_device(ggml_context * ctx, const laprox_layer & layer, ggml_backend_sched_t sched, ggml_tensor * input) const;
+
+    using mask_t = std::vector<ggml_tensor *>; // of each layer, [n_kv, n_q]; the same where the memory is the same
+
     // scoring (laprox-observe.cpp): the observed queries t0 .. t0+n_q over the first n_kv cells
     struct score_run {
         uint32_t               t0;
         uint32_t               n_q;
         int64_t                n_kv;
-        ggml_tensor *          mask; // [n_kv, n_q]
         ggml_laprox_score_stat stat;
         int32_t                gqa;  // enum laprox_gqa
         bool                   value_norm;
         bool                   composed;
+        mask_t                 mask;
     };
 
-    std::vector<float> run_score(size_t ikv, const score_run & run);                                                           // [n_head_kv or n_head][n_kv]
-    std::vector<float> score_layer(size_t ikv, const laprox_score_params & params, const score_run & run); // likewise
+    mask_t make_mask(laprox_tensors & tensors, const std::vector<uint32_t> & cells, const score_run & run, uint32_t p0) const;
 
-    void compute(ggml_cgraph * gf);
+    ggml_tensor * build_score(ggml_context * ctx, size_t ikv, const score_run & run, int64_t r, int64_t n_run) const;
+
+    bool has_op(size_t ikv, const score_run & run) const; // the layer's device runs the scoring op as asked for
+
+    std::vector<float> run_score(size_t ikv, const score_run & run);    // [n_head_kv or n_head][n_kv]
+    std::vector<float> run_composed(size_t ikv, const score_run & run); // likewise, without value factor: [n_head][n_kv], or [n_head_kv][n_kv] for GQA_ATTENTION
+    std::vector<float> score_layer(size_t ikv, const laprox_score_params & params, const score_run & run);
+
+    // on the context's backends: all of it where the layer's rows are, or where its tensors are
+    void compute(ggml_cgraph * gf, const laprox_layer * layer = nullptr);
 
     // the value factor (laprox-value.cpp)
     void               build_gram(laprox_layer & layer);
@@ -326,9 +388,22 @@ uint32_t laprox_extra_nodes(const llama_context & lctx);
 void laprox_set_next_params(const laprox_context_params * params); // of this thread
 
 ggml_context_ptr        laprox_ctx(size_t n_tensors, size_t n_graph = 0);  // for tensors without data
-ggml_backend_buffer_ptr laprox_alloc(ggml_context * ctx, const char * what); // host memory for all of them
+ggml_backend_buffer_ptr laprox_alloc(ggml_context * ctx, ggml_backend_buffer_type_t buft, const char * what); // for all of them; throws
 
 void laprox_trim(); // give freed memory back to the system
+
+uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers);
+
+// flash attention of one KV head: q [n_embd_head_k, n_gqa, n_tokens], k and v [n_embd_head, n_kv], mask [n_kv, n_tokens]
+// -> [n_embd_head_v, n_gqa, n_tokens]
+ggml_tensor * laprox_build_attn_head(
+        ggml_context * ctx,
+        ggml_tensor *  q,
+        ggml_tensor *  k,
+        ggml_tensor *  v,
+        ggml_tensor *  mask,
+        float          kq_scale,
+        float          softcap);
 
 // text of the last error, per thread
 void laprox_set_error(const std::string & text);

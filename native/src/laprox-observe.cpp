@@ -6,111 +6,107 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 // What is computed between the observation window and the plan: raw scores, residual norms, column sums.
 
 // queries of one run of the op that makes the column sums: what they are added up from must not depend on n_ubatch
 static constexpr uint32_t LAPROX_BLOCK = 64;
 
-ggml_context_ptr laprox_ctx(size_t n_tensors, size_t n_graph) {
-    const ggml_init_params params = {
-        /*.mem_size   =*/n_tensors * ggml_tensor_overhead() + (n_graph ? ggml_graph_overhead_custom(n_graph, false) : 0),
-        /*.mem_buffer =*/nullptr,
-        /*.no_alloc   =*/true,
-    };
+// floats of one temporary of a composed score, about; a few of them are in memory at once
+static constexpr int64_t LAPROX_N_ATTN = 2 << 20;
 
-    ggml_context_ptr ctx(ggml_init(params));
-    if (!ctx) {
-        laprox_throw(LAPROX_E_ALLOC, "no memory for a tensor context");
+// of the queries at the positions p0 .. p0+n_q, in the memory of every layer
+laprox_kv::mask_t laprox_kv::make_mask(laprox_tensors & tensors, const std::vector<uint32_t> & cells, const score_run & run, uint32_t p0) const {
+    mask_t res;
+
+    for (const auto & layer : layers) {
+        auto * ctx = tensors.ctx(layer.buft);
+
+        auto * mask = ggml_get_first_tensor(ctx);
+        if (!mask) {
+            mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, run.n_kv, run.n_q);
+            ggml_set_name(mask, "laprox_mask");
+        }
+
+        res.push_back(mask);
     }
 
-    return ctx;
-}
+    tensors.alloc("the mask of the observed queries");
 
-ggml_backend_buffer_ptr laprox_alloc(ggml_context * ctx, const char * what) {
-    ggml_backend_buffer_ptr buf(ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_cpu_buffer_type()));
-    if (!buf) {
-        laprox_throw(LAPROX_E_ALLOC, format("memory for %s was refused", what));
-    }
+    std::vector<float> data(run.n_kv * run.n_q, -INFINITY);
 
-    return buf;
-}
-
-// run a graph on the context's backends
-void laprox_kv::compute(ggml_cgraph * gf) {
-    auto * sched = lctx->get_sched();
-
-    ggml_backend_sched_reset(sched);
-
-    if (!ggml_backend_sched_alloc_graph(sched, gf)) {
-        laprox_throw(LAPROX_E_ALLOC, "memory for the scoring graph was refused");
-    }
-
-    if (lctx->graph_compute(gf, true) != GGML_STATUS_SUCCESS) {
-        laprox_throw(LAPROX_E_COMPUTE, "a backend failed to compute the scoring graph");
-    }
-
-    ggml_backend_sched_synchronize(sched);
-}
-
-// mask [n_kv, n_q] of the queries at the positions p0 .. p0+n_q
-static ggml_tensor * laprox_mask(ggml_context * ctx, ggml_backend_buffer_ptr & buf, const std::vector<uint32_t> & cells, int64_t n_kv, uint32_t p0, uint32_t n_q) {
-    auto * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F32, n_kv, n_q);
-
-    buf = laprox_alloc(ctx, "the mask of the observed queries");
-
-    std::fill_n((float *) mask->data, ggml_nelements(mask), -INFINITY);
-
-    for (uint32_t t = 0; t < n_q; ++t) {
+    for (uint32_t t = 0; t < run.n_q; ++t) {
         for (uint32_t p = 0; p <= p0 + t; ++p) {
-            ((float *) mask->data)[t * n_kv + cells[p]] = 0.0f;
+            data[t * run.n_kv + cells[p]] = 0.0f;
         }
     }
 
-    return mask;
+    for (size_t ikv = 0; ikv < res.size(); ++ikv) {
+        if (std::find(res.begin(), res.begin() + ikv, res[ikv]) == res.begin() + ikv) {
+            ggml_backend_tensor_set(res[ikv], data.data(), 0, ggml_nbytes(res[ikv]));
+        }
+    }
+
+    return res;
+}
+
+// the first n of the cells in a tensor of the stock layout, [n_embd_head, n, n_head_kv]
+static ggml_tensor * laprox_cells(ggml_context * ctx, ggml_tensor * rows, int64_t n_embd_head, int64_t n, int64_t n_head_kv) {
+    return ggml_view_3d(ctx, rows, n_embd_head, n, n_head_kv, rows->nb[1], ggml_row_size(rows->type, n_embd_head), 0);
+}
+
+// head r of every n_run query heads, n_run 1: all of them
+ggml_tensor * laprox_kv::build_score(ggml_context * ctx, size_t ikv, const score_run & run, int64_t r, int64_t n_run) const {
+    const auto & layer = layers[ikv];
+
+    const float softcap = kv.hparams.attn_soft_cap ? kv.hparams.f_attn_logit_softcapping : 0.0f;
+
+    const int64_t n_head = layer.n_head / n_run;
+
+    const auto * q_obs = layer.q_obs; // [n_embd_head_k, n_head, w]
+
+    ggml_tensor * q = ggml_view_3d(ctx, layer.q_obs, layer.n_embd_head_k, run.n_q, n_head,
+            q_obs->nb[2], n_run * q_obs->nb[1], run.t0 * q_obs->nb[2] + r * q_obs->nb[1]);
+
+    ggml_tensor * k = laprox_cells(ctx, kv.layers[ikv].k, layer.n_embd_head_k, run.n_kv, layer.n_head_kv);
+
+    ggml_tensor * v    = nullptr;
+    ggml_tensor * gram = nullptr;
+
+    if (run.value_norm) {
+        v    = laprox_cells(ctx, kv.layers[ikv].v, layer.n_embd_head_v, run.n_kv, layer.n_head_kv);
+        gram = ggml_view_3d(ctx, layer.gram, layer.n_embd_head_v, layer.n_embd_head_v, n_head,
+                layer.gram->nb[1], n_run * layer.gram->nb[2], r * layer.gram->nb[2]);
+    }
+
+    return ggml_laprox_score(ctx, q, k, v, run.mask[ikv], gram, layer.kq_scale, softcap, run.stat,
+            run.gqa == LAPROX_GQA_ATTENTION ? GGML_LAPROX_SCORE_GQA_ATTENTION : GGML_LAPROX_SCORE_GQA_MEAN);
+}
+
+// one run for all query heads of a group, or one for each of them: head r of every group
+static int64_t laprox_n_run(const laprox_layer & layer, int32_t gqa) {
+    return gqa == LAPROX_GQA_NONE ? layer.n_head / layer.n_head_kv : 1;
+}
+
+bool laprox_kv::has_op(size_t ikv, const score_run & run) const {
+    auto ctx = laprox_ctx(16);
+
+    return ggml_backend_dev_supports_op(layers[ikv].dev, build_score(ctx.get(), ikv, run, 0, laprox_n_run(layers[ikv], run.gqa)));
 }
 
 std::vector<float> laprox_kv::run_score(size_t ikv, const score_run & run) {
     const auto & layer = layers[ikv];
 
-    auto * k_all = kv.layers[ikv].k;
-    auto * v_all = kv.layers[ikv].v;
+    const int64_t n_run = laprox_n_run(layer, run.gqa);
 
-    const float softcap = kv.hparams.attn_soft_cap ? kv.hparams.f_attn_logit_softcapping : 0.0f;
-
-    const int64_t n_gqa = layer.n_head / layer.n_head_kv;
-
-    // one run for all query heads of a group, or one for each of them: head r of every group
-    const int64_t n_run  = run.gqa == LAPROX_GQA_NONE ? n_gqa : 1;
-    const int64_t n_head = layer.n_head / n_run;
-
-    auto   ctx = laprox_ctx(64 * n_run, 64 * n_run);
-    auto * gf  = ggml_new_graph_custom(ctx.get(), 64 * n_run, false);
-
-    ggml_tensor * k = ggml_view_3d(ctx.get(), k_all, layer.n_embd_head_k, run.n_kv, layer.n_head_kv,
-            k_all->nb[1], ggml_row_size(k_all->type, layer.n_embd_head_k), 0);
-    ggml_tensor * v = ggml_view_3d(ctx.get(), v_all, layer.n_embd_head_v, run.n_kv, layer.n_head_kv,
-            v_all->nb[1], ggml_row_size(v_all->type, layer.n_embd_head_v), 0);
-
-    const auto gqa = run.gqa == LAPROX_GQA_ATTENTION ? GGML_LAPROX_SCORE_GQA_ATTENTION : GGML_LAPROX_SCORE_GQA_MEAN;
+    auto   ctx = laprox_ctx(16 * n_run, 16 * n_run);
+    auto * gf  = ggml_new_graph_custom(ctx.get(), 16 * n_run, false);
 
     std::vector<ggml_tensor *> out;
 
     for (int64_t r = 0; r < n_run; ++r) {
-        const auto * q_obs = layer.q_obs; // [n_embd_head_k, n_head, w]
-
-        ggml_tensor * q = ggml_view_3d(ctx.get(), layer.q_obs, layer.n_embd_head_k, run.n_q, n_head,
-                q_obs->nb[2], n_run * q_obs->nb[1], run.t0 * q_obs->nb[2] + r * q_obs->nb[1]);
-
-        ggml_tensor * gram = nullptr;
-        if (run.value_norm) {
-            gram = ggml_view_3d(ctx.get(), layer.gram, layer.n_embd_head_v, layer.n_embd_head_v, n_head,
-                    layer.gram->nb[1], n_run * layer.gram->nb[2], r * layer.gram->nb[2]);
-        }
-
-        const auto build = run.composed ? laprox_build_score_composed : ggml_laprox_score;
-
-        ggml_tensor * cur = build(ctx.get(), q, k, gram ? v : nullptr, run.mask, gram, layer.kq_scale, softcap, run.stat, gqa);
+        ggml_tensor * cur = build_score(ctx.get(), ikv, run, r, n_run);
 
         ggml_format_name(cur, "laprox_score-%d", layer.il);
         ggml_set_output(cur);
@@ -119,7 +115,7 @@ std::vector<float> laprox_kv::run_score(size_t ikv, const score_run & run) {
         out.push_back(cur);
     }
 
-    compute(gf);
+    compute(gf, &layer);
 
     std::vector<float> res(n_run * layer.n_head_kv * run.n_kv);
 
@@ -132,10 +128,74 @@ std::vector<float> laprox_kv::run_score(size_t ikv, const score_run & run) {
     return res;
 }
 
+std::vector<float> laprox_kv::run_composed(size_t ikv, const score_run & run) {
+    const auto & layer = layers[ikv];
+
+    const float softcap = kv.hparams.attn_soft_cap ? kv.hparams.f_attn_logit_softcapping : 0.0f;
+
+    const int64_t n_gqa = layer.n_head / layer.n_head_kv;
+    const bool    mean  = run.gqa == LAPROX_GQA_ATTENTION;
+
+    // a softmax needs all positions: few queries, then few heads at a time
+    const int64_t n_col  = run.n_kv * n_gqa;
+    const int64_t n_step = std::clamp<int64_t>(LAPROX_N_ATTN / n_col, 1, run.n_q);
+    const int64_t g_step = std::clamp<int64_t>(LAPROX_N_ATTN / (n_col * n_step), 1, layer.n_head_kv);
+
+    const auto * q_obs = layer.q_obs;
+
+    std::vector<float> res((mean ? layer.n_head_kv : layer.n_head) * run.n_kv, 0.0f);
+    std::vector<float> part;
+
+    for (int64_t g0 = 0; g0 < layer.n_head_kv; g0 += g_step) {
+        const int64_t n_g = std::min(g_step, layer.n_head_kv - g0);
+
+        for (int64_t t0 = 0; t0 < run.n_q; t0 += n_step) {
+            const int64_t n_t = std::min(n_step, run.n_q - t0);
+
+            auto   ctx = laprox_ctx(64, 64);
+            auto * gf  = ggml_new_graph_custom(ctx.get(), 64, false);
+
+            ggml_tensor * q = ggml_view_3d(ctx.get(), layer.q_obs, layer.n_embd_head_k, n_t, n_g * n_gqa,
+                    q_obs->nb[2], q_obs->nb[1], (run.t0 + t0) * q_obs->nb[2] + g0 * n_gqa * q_obs->nb[1]);
+
+            ggml_tensor * k = laprox_cells(ctx.get(), kv.layers[ikv].k, layer.n_embd_head_k, run.n_kv, layer.n_head_kv);
+            k               = ggml_view_3d(ctx.get(), k, k->ne[0], k->ne[1], n_g, k->nb[1], k->nb[2], g0 * k->nb[2]);
+
+            ggml_tensor * mask = ggml_view_2d(ctx.get(), run.mask[ikv], run.n_kv, n_t, run.mask[ikv]->nb[1], t0 * run.mask[ikv]->nb[1]);
+
+            ggml_tensor * cur = laprox_build_attention_stat(ctx.get(), q, k, mask, layer.kq_scale, softcap, run.stat, mean);
+
+            ggml_format_name(cur, "laprox_score-%d", layer.il);
+            ggml_set_output(cur);
+            ggml_build_forward_expand(gf, cur);
+
+            compute(gf, &layer);
+
+            part.resize(ggml_nelements(cur));
+            ggml_backend_tensor_get(cur, part.data(), 0, ggml_nbytes(cur));
+
+            float * dst = res.data() + g0 * (mean ? 1 : n_gqa) * run.n_kv;
+
+            for (size_t i = 0; i < part.size(); ++i) {
+                switch (run.stat) {
+                    case GGML_LAPROX_SCORE_MAX: dst[i] = std::max(dst[i], part[i]); break;
+                    case GGML_LAPROX_SCORE_L2: dst[i] = std::hypot(dst[i], part[i]); break;
+                    case GGML_LAPROX_SCORE_SUM: dst[i] += part[i]; break;
+                }
+            }
+        }
+    }
+
+    return res;
+}
+
 std::vector<float> laprox_kv::score_layer(size_t ikv, const laprox_score_params & sparams, const score_run & run) {
     const bool attention = sparams.attention != LAPROX_ATTENTION_NONE;
+    const bool composed  = attention && (run.composed || !has_op(ikv, run));
 
-    if (sparams.value == LAPROX_VALUE_NONE || (sparams.value == LAPROX_VALUE_L2 && attention)) {
+    stats.n_layer_composed += composed;
+
+    if (!composed && (sparams.value == LAPROX_VALUE_NONE || (sparams.value == LAPROX_VALUE_L2 && attention))) {
         return run_score(ikv, run);
     }
 
@@ -152,7 +212,7 @@ std::vector<float> laprox_kv::score_layer(size_t ikv, const laprox_score_params 
         run_a.value_norm = false;
         run_a.gqa        = run.gqa == LAPROX_GQA_ATTENTION ? LAPROX_GQA_ATTENTION : LAPROX_GQA_NONE;
 
-        a = run_score(ikv, run_a);
+        a = composed ? run_composed(ikv, run_a) : run_score(ikv, run_a);
 
         if (run_a.gqa == LAPROX_GQA_ATTENTION) {
             const auto group = std::move(a);
@@ -177,11 +237,13 @@ std::vector<float> laprox_kv::score_layer(size_t ikv, const laprox_score_params 
         return res;
     }
 
-    const auto norm = value_norm(ikv, sparams.value, n_kv);
+    if (sparams.value != LAPROX_VALUE_NONE) {
+        const auto norm = value_norm(ikv, sparams.value, n_kv);
 
-    for (size_t i = 0; i < a.size(); ++i) {
-        // a masked row may hold anything
-        a[i] = a[i] > 0.0f ? a[i] * norm[i] : 0.0f;
+        for (size_t i = 0; i < a.size(); ++i) {
+            // a masked row may hold anything
+            a[i] = a[i] > 0.0f ? a[i] * norm[i] : 0.0f;
+        }
     }
 
     if (run.gqa == LAPROX_GQA_NONE) {
@@ -273,10 +335,11 @@ void laprox_kv::score(const laprox_score_params & sparams) {
     run.value_norm = sparams.value == LAPROX_VALUE_L2;
     run.composed   = sparams.composed;
 
-    auto                    ctx_m = laprox_ctx(1);
-    ggml_backend_buffer_ptr buf_m;
+    laprox_tensors tensors(1);
 
-    run.mask = laprox_mask(ctx_m.get(), buf_m, cells, run.n_kv, n_cand + run.t0, run.n_q);
+    run.mask = make_mask(tensors, cells, run, n_cand + run.t0);
+
+    stats.n_layer_composed = 0;
 
     std::vector<float> scores_new;
 
@@ -314,11 +377,10 @@ std::vector<float> laprox_kv::mean_residual() const {
     std::vector<float> res;
 
     for (const auto & layer : layers) {
-        double sum = 0.0;
-        for (uint32_t t = 0; t < n_window; ++t) {
-            sum += ((const float *) layer.r_obs->data)[t];
-        }
-        res.push_back(sum / n_window);
+        std::vector<float> norms(n_window);
+        ggml_backend_tensor_get(layer.r_obs, norms.data(), 0, ggml_nbytes(layer.r_obs));
+
+        res.push_back(std::accumulate(norms.begin(), norms.end(), 0.0) / n_window);
     }
 
     return res;
@@ -359,6 +421,14 @@ void laprox_kv::accumulate() {
 
     const int64_t n_kv = kv.v_cells[0].used_max_p1();
 
+    laprox_score_params sparams = {};
+
+    sparams.attention = LAPROX_ATTENTION_SUM;
+    sparams.value     = LAPROX_VALUE_NONE;
+    sparams.gqa       = LAPROX_GQA_MEAN;
+
+    stats.n_layer_composed = 0;
+
     for (uint32_t t0 = 0; t0 < n_window; t0 += LAPROX_BLOCK) {
         score_run run = {};
 
@@ -368,15 +438,14 @@ void laprox_kv::accumulate() {
         run.stat = GGML_LAPROX_SCORE_SUM;
         run.gqa  = LAPROX_GQA_MEAN;
 
-        auto                    ctx_m = laprox_ctx(1);
-        ggml_backend_buffer_ptr buf_m;
+        laprox_tensors tensors(1);
 
-        run.mask = laprox_mask(ctx_m.get(), buf_m, cells, n_kv, p0 + t0, run.n_q);
+        run.mask = make_mask(tensors, cells, run, p0 + t0);
 
         auto row = totals.begin();
 
         for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-            const auto raw = run_score(ikv, run);
+            const auto raw = score_layer(ikv, sparams, run);
 
             for (size_t i = 0; i < raw.size(); i += n_kv) {
                 for (uint32_t p = 0; p < p0 + t0 + run.n_q; ++p) {

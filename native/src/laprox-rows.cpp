@@ -71,18 +71,20 @@ void laprox_kv::get_rows(int32_t kind, uint32_t ikv, float * dst) const {
 
     const size_t n_row = ggml_row_size(src->type, size[2]);
 
-    std::vector<uint8_t> row(n_row);
+    // one read: a device answers slowly, if fast
+    const size_t n_read = kind == LAPROX_ROWS_Q ? ggml_nbytes(src) : kv.v_cells[0].used_max_p1() * src->nb[1];
+
+    std::vector<uint8_t> data(n_read);
+    ggml_backend_tensor_get(src, data.data(), 0, data.size());
 
     for (uint32_t h = 0; h < size[0]; ++h) {
         for (uint32_t i = 0; i < size[1]; ++i, dst += size[2]) {
-            const size_t offs = kind == LAPROX_ROWS_Q ? h * src->nb[1] + i * src->nb[2] : cells[i] * src->nb[1] + h * n_row;
-
-            ggml_backend_tensor_get(src, row.data(), offs, n_row);
+            const auto * row = data.data() + (kind == LAPROX_ROWS_Q ? h * src->nb[1] + i * src->nb[2] : cells[i] * src->nb[1] + h * n_row);
 
             if (src->type == GGML_TYPE_F32) {
-                memcpy(dst, row.data(), n_row);
+                memcpy(dst, row, n_row);
             } else {
-                ggml_get_type_traits(src->type)->to_float(row.data(), dst, size[2]);
+                ggml_get_type_traits(src->type)->to_float(row, dst, size[2]);
             }
 
             if (rotated) {

@@ -10,24 +10,20 @@ static ggml_tensor * laprox_to_f32(ggml_context * ctx, ggml_tensor * x) {
     return x->type == GGML_TYPE_F32 ? x : ggml_cast(ctx, x, GGML_TYPE_F32);
 }
 
-ggml_tensor * laprox_build_score_composed(
+ggml_tensor * laprox_build_attention_stat(
         ggml_context *         ctx,
         ggml_tensor *          q,
         ggml_tensor *          k,
-        ggml_tensor *          v,
         ggml_tensor *          mask,
-        ggml_tensor *          gram,
         float                  scale,
         float                  logit_softcap,
         ggml_laprox_score_stat stat,
-        ggml_laprox_score_gqa  gqa) {
+        bool                   mean) {
     const int64_t w         = q->ne[1];
     const int64_t n_head    = q->ne[2];
     const int64_t n_kv      = k->ne[1];
     const int64_t n_head_kv = k->ne[2];
     const int64_t n_gqa     = n_head / n_head_kv;
-
-    GGML_ASSERT((v == nullptr) == (gram == nullptr));
 
     // attention [n_kv, w, n_head]
     ggml_tensor * kq = ggml_mul_mat(ctx, laprox_to_f32(ctx, k), q);
@@ -41,22 +37,22 @@ ggml_tensor * laprox_build_score_composed(
     }
 
     // soft_max of a fully masked row is NaN: soften the mask there, and drop the masked columns afterwards
-    ggml_tensor * soft = ggml_clamp(ctx, ggml_cast(ctx, mask, GGML_TYPE_F32), LAPROX_MASKED, FLT_MAX);
-    ggml_tensor * seen = ggml_step(ctx, ggml_scale_bias(ctx, ggml_cast(ctx, mask, GGML_TYPE_F32), 1.0f, -LAPROX_MASKED));
+    ggml_tensor * soft = ggml_clamp(ctx, laprox_to_f32(ctx, mask), LAPROX_MASKED, FLT_MAX);
+    ggml_tensor * seen = ggml_step(ctx, ggml_scale_bias(ctx, soft, 1.0f, -LAPROX_MASKED));
 
     ggml_tensor * attn = ggml_soft_max_ext(ctx, kq, soft, scale, 0.0f);
     attn               = ggml_mul(ctx, attn, seen);
 
-    if (gqa == GGML_LAPROX_SCORE_GQA_ATTENTION) {
-        // mean over the group, then as for one query head
+    if (mean) {
+        // over the group, then as for one query head
         attn = ggml_reshape_3d(ctx, attn, n_kv * w, n_gqa, n_head_kv);
         attn = ggml_sum_rows(ctx, ggml_cont(ctx, ggml_permute(ctx, attn, 1, 0, 2, 3)));
         attn = ggml_reshape_3d(ctx, ggml_scale(ctx, attn, 1.0f / n_gqa), n_kv, w, n_head_kv);
     }
 
-    const int64_t n_attn = attn->ne[2] / n_head_kv;
+    const int64_t n_attn = attn->ne[2];
 
-    // column statistic [n_kv, 1, n_attn*n_head_kv]: pooling over the queries, their mean times w where a sum is asked for
+    // pooling over the queries, their mean times w where a sum is asked for
     switch (stat) {
         case GGML_LAPROX_SCORE_MAX:
             attn = ggml_pool_2d(ctx, attn, GGML_OP_POOL_MAX, 1, w, 1, w, 0, 0);
@@ -71,24 +67,7 @@ ggml_tensor * laprox_build_score_composed(
             break;
     }
 
-    // [n_attn, n_kv, n_head_kv]
-    ggml_tensor * score = ggml_reshape_3d(ctx, attn, n_kv, n_attn, n_head_kv);
-    score               = ggml_cont(ctx, ggml_permute(ctx, score, 1, 0, 2, 3));
-
-    if (gram) {
-        // the operand that repeats comes second
-        ggml_tensor * norm = laprox_build_value_norm(ctx, v, gram);
-
-        score = ggml_mul(ctx, norm, score);
-    }
-
-    // mean over what is left of the group
-    const float n_mean = score->ne[0];
-
-    score = ggml_sum_rows(ctx, score);
-    score = ggml_scale(ctx, score, 1.0f / n_mean);
-
-    return ggml_reshape_2d(ctx, score, n_kv, n_head_kv);
+    return ggml_reshape_2d(ctx, attn, n_kv, n_attn);
 }
 
 ggml_tensor * laprox_build_value_norm(ggml_context * ctx, ggml_tensor * v, ggml_tensor * gram) {

@@ -25,7 +25,7 @@ void laprox_kv::for_w_o(const laprox_layer & layer, int64_t n_step, F && use) {
 
         auto   ctx_x = laprox_ctx(1);
         auto * x     = ggml_new_tensor_2d(ctx_x.get(), GGML_TYPE_F32, n_in, d * n_h);
-        auto   buf_x = laprox_alloc(ctx_x.get(), "unit vectors");
+        auto   buf_x = laprox_alloc(ctx_x.get(), ggml_backend_cpu_buffer_type(), "unit vectors");
 
         ggml_backend_buffer_clear(buf_x.get(), 0);
 
@@ -66,9 +66,11 @@ void laprox_kv::build_gram(laprox_layer & layer) {
     const int64_t d     = layer.n_embd_head_v;
     const int64_t n_out = layer.wo->ne[1];
 
-    auto   ctx_g = laprox_ctx(1);
-    auto * gram  = ggml_new_tensor_3d(ctx_g.get(), GGML_TYPE_F32, d, d, layer.n_head);
-    auto   buf_g = laprox_alloc(ctx_g.get(), "a Gram matrix");
+    laprox_tensors tensors(1);
+
+    auto * gram = ggml_new_tensor_3d(tensors.ctx(layer.buft), GGML_TYPE_F32, d, d, layer.n_head);
+
+    tensors.alloc("a Gram matrix");
 
     for_w_o(layer, laprox_n_step(layer), [&](ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, int64_t h0, int64_t n_h) {
         w = ggml_reshape_3d(ctx, w, n_out, d, n_h);
@@ -80,8 +82,7 @@ void laprox_kv::build_gram(laprox_layer & layer) {
 
     layer.gram = gram;
 
-    ctx_gram.push_back(std::move(ctx_g));
-    buf_gram.push_back(std::move(buf_g));
+    grams.push_back(std::move(tensors));
 }
 
 // V of the cells i0 .. i0+n, [n_embd_head_v, n, n_head_kv] F32
@@ -108,7 +109,7 @@ std::vector<float> laprox_kv::value_norm(size_t ikv, int32_t value, int64_t n_kv
     if (value == LAPROX_VALUE_L1) {
         ctx_w = laprox_ctx(1);
         w_o   = ggml_new_tensor_3d(ctx_w.get(), GGML_TYPE_F32, d, n_out, layer.n_head);
-        buf_w = laprox_alloc(ctx_w.get(), "an output projection");
+        buf_w = laprox_alloc(ctx_w.get(), layer.buft, "an output projection");
 
         for_w_o(layer, laprox_n_step(layer), [&](ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, int64_t h0, int64_t n_h) {
             w = ggml_permute(ctx, ggml_reshape_3d(ctx, w, n_out, d, n_h), 1, 0, 2, 3);
@@ -147,7 +148,7 @@ std::vector<float> laprox_kv::value_norm(size_t ikv, int32_t value, int64_t n_kv
         ggml_set_output(cur);
         ggml_build_forward_expand(gf, cur);
 
-        compute(gf);
+        compute(gf, &layer);
 
         norms.resize(ggml_nelements(cur));
         ggml_backend_tensor_get(cur, norms.data(), 0, ggml_nbytes(cur));
@@ -174,7 +175,7 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
     // all heads side by side, [n_in, n_out]
     auto   ctx_w = laprox_ctx(1);
     auto * w_o   = ggml_new_tensor_2d(ctx_w.get(), GGML_TYPE_F32, n_in, n_out);
-    auto   buf_w = laprox_alloc(ctx_w.get(), "an output projection");
+    auto   buf_w = laprox_alloc(ctx_w.get(), layer.buft, "an output projection");
 
     for_w_o(layer, laprox_n_step(layer), [&](ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, int64_t h0, int64_t n_h) {
         ggml_tensor * dst = ggml_view_2d(ctx, w_o, d * n_h, n_out, w_o->nb[1], h0 * d * w_o->nb[0]);
@@ -192,13 +193,16 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
         // [1, n_gqa, n, n_head_kv]
         auto   ctx_a = laprox_ctx(1);
         auto * a     = ggml_new_tensor_4d(ctx_a.get(), GGML_TYPE_F32, 1, n_gqa, n, layer.n_head_kv);
-        auto   buf_a = laprox_alloc(ctx_a.get(), "attention statistics");
+        auto   buf_a = laprox_alloc(ctx_a.get(), layer.buft, "attention statistics");
 
+        std::vector<float> data(ggml_nelements(a));
         for (int64_t h = 0; h < layer.n_head; ++h) {
             for (int64_t i = 0; i < n; ++i) {
-                ((float *) a->data)[(h / n_gqa * n + i) * n_gqa + h % n_gqa] = attention[h * n_kv + i0 + i];
+                data[(h / n_gqa * n + i) * n_gqa + h % n_gqa] = attention[h * n_kv + i0 + i];
             }
         }
+
+        ggml_backend_tensor_set(a, data.data(), 0, ggml_nbytes(a));
 
         auto   ctx = laprox_ctx(32, 32);
         auto * gf  = ggml_new_graph_custom(ctx.get(), 32, false);
@@ -217,7 +221,7 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
         ggml_set_output(cur);
         ggml_build_forward_expand(gf, cur);
 
-        compute(gf);
+        compute(gf, &layer);
 
         ggml_backend_tensor_get(cur, res.data() + i0, 0, n * sizeof(float));
     }

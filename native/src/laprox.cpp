@@ -124,8 +124,9 @@ size_t laprox_sizeof(const char * llama_struct) {
 
 static laprox_context_params laprox_context_defaults() {
     return {
-        /*.struct_size =*/sizeof(laprox_context_params),
-        /*.n_reserve   =*/256,
+        /*.struct_size    =*/sizeof(laprox_context_params),
+        /*.n_reserve      =*/256,
+        /*.attention_path =*/LAPROX_PATH_AUTO,
     };
 }
 
@@ -194,6 +195,10 @@ int32_t laprox_set_next(const laprox_context_params * params) {
         const auto cur = laprox_read(params, laprox_context_defaults());
         if (cur.n_reserve < 1 || cur.n_reserve > (1u << 20)) {
             laprox_throw(LAPROX_E_ARG, format("n_reserve is %u, expected 1 to %u rows", cur.n_reserve, 1u << 20));
+        }
+
+        if (cur.attention_path < LAPROX_PATH_AUTO || cur.attention_path > LAPROX_PATH_RAGGED_OP) {
+            laprox_throw(LAPROX_E_ARG, format("unknown attention_path %d", cur.attention_path));
         }
 
         laprox_set_next_params(&cur);
@@ -282,6 +287,24 @@ int32_t laprox_get_layers(llama_context * ctx, int32_t * il, uint32_t * n_head_k
             *il++        = layer.il;
             *n_head_kv++ = layer.n_head_kv;
         }
+    });
+}
+
+int32_t laprox_get_device(llama_context * ctx, uint32_t ikv, char * name, size_t n) {
+    return laprox_guard([&] {
+        const auto & lx = laprox_get(ctx);
+
+        if (ikv >= lx.layers.size()) {
+            laprox_throw(LAPROX_E_ARG, format("evictable layer %u of %zu", ikv, lx.layers.size()));
+        }
+
+        const std::string text = ggml_backend_dev_name(lx.layers[ikv].dev);
+
+        if (!name || n <= text.size()) {
+            laprox_throw(LAPROX_E_ARG, format("room for %zu characters is needed, got %zu", text.size() + 1, name ? n : 0));
+        }
+
+        memcpy(name, text.c_str(), text.size() + 1);
     });
 }
 
@@ -444,6 +467,9 @@ int32_t laprox_get_stats(llama_context * ctx, laprox_stats * stats) {
         res.bytes_now   = lx.n_bytes_now();
         res.bytes_other = lx.n_bytes_other();
         res.bytes_aside = lx.n_bytes_aside();
+
+        res.n_layer_device    = lx.n_layer_device();
+        res.n_layer_ragged_op = lx.n_layer_ragged_op();
 
         if (lx.pages) {
             res.rows_read   = lx.pages->n_rows_read();

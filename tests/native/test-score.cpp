@@ -248,6 +248,23 @@ static void set_operand(ggml_tensor * t, const operand & x) {
     }
 }
 
+// the two parts of a composed score: stat [n_head or n_head_kv][n_kv], norms [n_head_kv][n_kv][n_gqa] -> [n_head_kv][n_kv]
+static std::vector<float> combine(const test_case & tc, const std::vector<float> & stat, const std::vector<float> & norms) {
+    const int64_t n_gqa = tc.n_head / tc.n_head_kv;
+
+    std::vector<float> res(tc.n_head_kv * tc.n_kv, 0.0f);
+    for (int64_t h = 0; h < tc.n_head; ++h) {
+        const int64_t g = h / n_gqa;
+        for (int64_t i = 0; i < tc.n_kv; ++i) {
+            const float a = stat[(tc.gqa == GGML_LAPROX_SCORE_GQA_MEAN ? h : g) * tc.n_kv + i];
+            const float n = norms.empty() ? 1.0f : norms[(g * tc.n_kv + i) * n_gqa + h % n_gqa];
+            res[g * tc.n_kv + i] += a * n / n_gqa;
+        }
+    }
+
+    return res;
+}
+
 static std::vector<float> compute(ggml_backend_t backend, const problem & p, bool composed, int n_threads) {
     const test_case & tc = p.tc;
 
@@ -266,11 +283,17 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
     ggml_tensor * mask_buf = ggml_new_tensor_2d(ctx, tc.type_m, tc.n_kv + (tc.strided ? 40 : 0), tc.w);
     ggml_tensor * mask     = ggml_view_2d(ctx, mask_buf, tc.n_kv, tc.w, mask_buf->nb[1], 0);
 
-    ggml_tensor * out = composed ? laprox_build_score_composed(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa)
-                                 : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa);
+    const bool mean = tc.gqa == GGML_LAPROX_SCORE_GQA_ATTENTION;
+
+    ggml_tensor * out  = composed ? laprox_build_attention_stat(ctx, q, k, mask, p.scale, tc.softcap, tc.stat, mean)
+                                  : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa);
+    ggml_tensor * norm = composed && tc.value ? laprox_build_value_norm(ctx, v, gram) : nullptr;
 
     ggml_cgraph * gf = ggml_new_graph(ctx);
     ggml_build_forward_expand(gf, out);
+    if (norm) {
+        ggml_build_forward_expand(gf, norm);
+    }
 
     ggml_backend_buffer_t buf = ggml_backend_alloc_ctx_tensors(ctx, backend);
 
@@ -295,10 +318,19 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
 
     ggml_backend_cpu_set_n_threads(backend, n_threads);
     std::vector<float> res;
+    std::vector<float> norms;
+    const int64_t      n_row = composed && !mean ? tc.n_head : tc.n_head_kv;
     if (ggml_backend_graph_compute(backend, gf) == GGML_STATUS_SUCCESS &&
-            out->type == GGML_TYPE_F32 && out->ne[0] == tc.n_kv && out->ne[1] == tc.n_head_kv && ggml_nrows(out) == out->ne[1]) {
+            out->type == GGML_TYPE_F32 && out->ne[0] == tc.n_kv && out->ne[1] == n_row && ggml_nrows(out) == n_row) {
         res.resize(ggml_nelements(out));
         ggml_backend_tensor_get(out, res.data(), 0, ggml_nbytes(out));
+    }
+    if (norm) {
+        norms.resize(ggml_nelements(norm));
+        ggml_backend_tensor_get(norm, norms.data(), 0, ggml_nbytes(norm));
+    }
+    if (composed && !res.empty()) {
+        res = combine(tc, res, norms);
     }
 
     ggml_backend_buffer_free(buf);

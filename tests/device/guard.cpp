@@ -1,0 +1,346 @@
+// A device to test against on a machine without one. It says that it is a GPU, and its memory is out of reach except
+// while it copies or computes itself: whatever touches a tensor of it from outside ends the process. It computes by handing
+// the graph to a CPU backend, so results are those of the CPU to the bit; it counts what crosses between host and device.
+//
+// GUARD_DENY names ops, separated by commas, that it then does not run. Flash attention has the rules of ggml-cuda: one mask
+// for all heads, contiguous, strides that are multiples of 16 bytes, and, stricter than there, whole blocks of 256 rows.
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+//
+// memory
+//
+
+struct guard_memory {
+    void * addr;
+    size_t size;
+};
+
+static std::recursive_mutex        guard_mutex;
+static std::vector<guard_memory *> guard_all;
+static int                         guard_depth = 0;
+
+static void guard_protect(int prot) {
+    for (const auto * mem : guard_all) {
+        if (mprotect(mem->addr, mem->size, prot) != 0) {
+            perror("guard: mprotect");
+            abort();
+        }
+    }
+}
+
+// within reach while one of these lives
+struct guard_open {
+    guard_open() {
+        guard_mutex.lock();
+        if (guard_depth++ == 0) {
+            guard_protect(PROT_READ | PROT_WRITE);
+        }
+    }
+    ~guard_open() {
+        if (--guard_depth == 0) {
+            guard_protect(PROT_NONE);
+        }
+        guard_mutex.unlock();
+    }
+};
+
+//
+// counters
+//
+
+struct guard_count {
+    size_t n       = 0;
+    size_t n_bytes = 0;
+};
+
+// "set", "get", "copy" with a tensor's name, "op" with an op's
+static std::map<std::pair<std::string, std::string>, guard_count> guard_counts;
+
+static void guard_note(const char * what, const char * name, size_t n_bytes) {
+    auto & count = guard_counts[{ what, name }];
+
+    count.n++;
+    count.n_bytes += n_bytes;
+}
+
+extern "C" void guard_reset(void) {
+    guard_open open;
+    guard_counts.clear();
+}
+
+// lines of: what, calls, bytes, name; returns the size needed, the closing 0 included
+extern "C" size_t guard_report(char * text, size_t size) {
+    guard_open  open;
+    std::string res;
+    for (const auto & [key, count] : guard_counts) {
+        res += key.first + "\t" + std::to_string(count.n) + "\t" + std::to_string(count.n_bytes) + "\t" + key.second + "\n";
+    }
+    if (size > res.size()) {
+        memcpy(text, res.c_str(), res.size() + 1);
+    }
+    return res.size() + 1;
+}
+
+//
+// buffers
+//
+
+static void guard_buffer_free(ggml_backend_buffer_t buffer) {
+    guard_open open;
+    auto *     mem = (guard_memory *) buffer->context;
+    guard_all.erase(std::find(guard_all.begin(), guard_all.end(), mem));
+    munmap(mem->addr, mem->size);
+    delete mem;
+}
+
+static void * guard_buffer_get_base(ggml_backend_buffer_t buffer) {
+    return ((guard_memory *) buffer->context)->addr;
+}
+
+static void guard_buffer_memset(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
+    guard_open open;
+    memset((char *) tensor->data + offset, value, size);
+}
+
+static void guard_buffer_set(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
+    guard_open open;
+    guard_note("set", tensor->name, size);
+    memcpy((char *) tensor->data + offset, data, size);
+}
+
+static void guard_buffer_get(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
+    guard_open open;
+    guard_note("get", tensor->name, size);
+    memcpy(data, (const char *) tensor->data + offset, size);
+}
+
+static bool guard_buffer_cpy(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst);
+
+static void guard_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
+    guard_open open;
+    auto *     mem = (guard_memory *) buffer->context;
+    memset(mem->addr, value, mem->size);
+}
+
+static const ggml_backend_buffer_i guard_buffer_i = {
+    /* .free_buffer   = */ guard_buffer_free,
+    /* .get_base      = */ guard_buffer_get_base,
+    /* .init_tensor   = */ nullptr,
+    /* .memset_tensor = */ guard_buffer_memset,
+    /* .set_tensor    = */ guard_buffer_set,
+    /* .get_tensor    = */ guard_buffer_get,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ guard_buffer_cpy,
+    /* .clear         = */ guard_buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+static bool guard_buffer_cpy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
+    auto * buf = src->view_src ? src->view_src->buffer : src->buffer;
+    if (buf->iface.get_base != guard_buffer_get_base) {
+        return false;
+    }
+    guard_open open;
+    guard_note("copy", dst->name, ggml_nbytes(src));
+    memcpy(dst->data, src->data, ggml_nbytes(src));
+    return true;
+}
+
+static const char * guard_buft_get_name(ggml_backend_buffer_type_t) {
+    return "GUARD";
+}
+
+static ggml_backend_buffer_t guard_buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
+    guard_open open;
+
+    void * addr = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (addr == MAP_FAILED) {
+        return nullptr;
+    }
+    memset(addr, 0x7f, size); // what a device hands out holds anything: NaN in most types
+
+    auto * mem = new guard_memory { addr, std::max<size_t>(size, 1) };
+    guard_all.push_back(mem);
+
+    return ggml_backend_buffer_init(buft, guard_buffer_i, mem, size);
+}
+
+static size_t guard_buft_get_alignment(ggml_backend_buffer_type_t) {
+    return 128;
+}
+
+//
+// device
+//
+
+static bool guard_denied(const ggml_tensor * op) {
+    const char * env  = getenv("GUARD_DENY");
+    const auto   list = "," + std::string(env ? env : "") + ",";
+
+    return list.find("," + std::string(ggml_op_desc(op)) + ",") != std::string::npos;
+}
+
+static bool guard_flash_attn(const ggml_tensor * op) {
+    const ggml_tensor * mask = op->src[3];
+
+    if (mask && (mask->ne[2] != 1 || !ggml_is_contiguous(mask) || mask->ne[0] != op->src[1]->ne[1])) {
+        return false;
+    }
+    for (int j = 0; j < 4; ++j) {
+        const auto * t = op->src[j];
+        for (int i = 1; t && !ggml_is_quantized(t->type) && i < GGML_MAX_DIMS; ++i) {
+            if (t->nb[i] % 16 != 0) {
+                return false;
+            }
+        }
+    }
+    return op->src[1]->ne[1] % 256 == 0;
+}
+
+static bool guard_dev_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
+    switch (op->op) {
+        case GGML_OP_CUSTOM:
+        case GGML_OP_MAP_CUSTOM1:
+        case GGML_OP_MAP_CUSTOM2:
+        case GGML_OP_MAP_CUSTOM3:
+            return false;
+        case GGML_OP_FLASH_ATTN_EXT:
+            if (!guard_flash_attn(op)) {
+                return false;
+            }
+            break;
+        default:
+            break;
+    }
+    return !guard_denied(op) && ggml_backend_dev_supports_op(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), op);
+}
+
+static const char * guard_dev_get_name(ggml_backend_dev_t) {
+    return "GUARD0";
+}
+
+static const char * guard_dev_get_description(ggml_backend_dev_t) {
+    return "memory out of reach";
+}
+
+static void guard_dev_get_memory(ggml_backend_dev_t, size_t * free, size_t * total) {
+    *free = *total = (size_t) 8 << 30;
+}
+
+static enum ggml_backend_dev_type guard_dev_get_type(ggml_backend_dev_t) {
+    return GGML_BACKEND_DEVICE_TYPE_GPU;
+}
+
+static void guard_dev_get_props(ggml_backend_dev_t dev, ggml_backend_dev_props * props) {
+    *props             = {};
+    props->name        = guard_dev_get_name(dev);
+    props->description = guard_dev_get_description(dev);
+    props->type        = guard_dev_get_type(dev);
+    guard_dev_get_memory(dev, &props->memory_free, &props->memory_total);
+}
+
+static ggml_backend_buffer_type_t guard_dev_get_buffer_type(ggml_backend_dev_t dev) {
+    static ggml_backend_buffer_type buft = {
+        /* .iface   = */ { guard_buft_get_name, guard_buft_alloc, guard_buft_get_alignment, nullptr, nullptr, nullptr },
+        /* .device  = */
+         dev,
+        /* .context = */ nullptr,
+    };
+
+    return &buft;
+}
+
+static bool guard_dev_supports_buft(ggml_backend_dev_t dev, ggml_backend_buffer_type_t buft) {
+    return buft == guard_dev_get_buffer_type(dev);
+}
+
+//
+// backend
+//
+
+static const char * guard_backend_get_name(ggml_backend_t) {
+    return "GUARD0";
+}
+
+static void guard_backend_free(ggml_backend_t backend) {
+    ggml_backend_free((ggml_backend_t) backend->context);
+    delete backend;
+}
+
+static ggml_status guard_backend_graph_compute(ggml_backend_t backend, ggml_cgraph * gf) {
+    guard_open open;
+    for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
+        guard_note("op", ggml_op_desc(ggml_graph_node(gf, i)), 0);
+    }
+    return ggml_backend_graph_compute((ggml_backend_t) backend->context, gf);
+}
+
+static ggml_backend_t guard_dev_init(ggml_backend_dev_t dev, const char *) {
+    static ggml_guid guid = { 'g', 'u', 'a', 'r', 'd' };
+
+    ggml_backend_t cpu = ggml_backend_cpu_init();
+    ggml_backend_cpu_set_n_threads(cpu, 1);
+
+    ggml_backend_i iface = {};
+    iface.get_name       = guard_backend_get_name;
+    iface.free           = guard_backend_free;
+    iface.graph_compute  = guard_backend_graph_compute;
+
+    return new ggml_backend { &guid, iface, dev, cpu };
+}
+
+//
+// registry
+//
+
+static ggml_backend_dev_t guard_reg_get_device(ggml_backend_reg_t reg, size_t) {
+    static ggml_backend_device dev = [reg] {
+        ggml_backend_device res = {};
+
+        res.iface.get_name        = guard_dev_get_name;
+        res.iface.get_description = guard_dev_get_description;
+        res.iface.get_memory      = guard_dev_get_memory;
+        res.iface.get_type        = guard_dev_get_type;
+        res.iface.get_props       = guard_dev_get_props;
+        res.iface.init_backend    = guard_dev_init;
+        res.iface.get_buffer_type = guard_dev_get_buffer_type;
+        res.iface.supports_op     = guard_dev_supports_op;
+        res.iface.supports_buft   = guard_dev_supports_buft;
+        res.reg                   = reg;
+
+        return res;
+    }();
+
+    return &dev;
+}
+
+extern "C" ggml_backend_reg_t ggml_backend_init(void) {
+    static ggml_backend_reg reg = {
+        /* .api_version = */ GGML_BACKEND_API_VERSION,
+        /* .iface       = */ {
+                              [](ggml_backend_reg_t) { return "GUARD"; },
+                              [](ggml_backend_reg_t) { return (size_t) 1; },
+                              guard_reg_get_device,
+                              [](ggml_backend_reg_t, const char *) { return (void *) nullptr; },
+                              },
+        /* .context     = */
+         nullptr,
+    };
+
+    return &reg;
+}
