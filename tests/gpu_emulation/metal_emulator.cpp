@@ -7,13 +7,74 @@
 #include <deque>
 #include <numeric>
 #include <random>
-#include <ucontext.h>
 #include <unistd.h>
 #include <vector>
 
 namespace emulator {
 
-static constexpr size_t STACK = 256 * 1024;
+//
+// fibers: a saved stack pointer each. On x86-64 a switch is a few instructions; swapcontext makes system calls, and the
+// address sanitizer forgets what it knows of a stack at every one of them
+//
+
+static constexpr size_t STACK = 96 * 1024;
+
+#if defined(__x86_64__)
+struct context {
+    void * sp;
+};
+
+extern "C" void emulator_switch(void ** save, void * load);
+
+asm(R"(
+    .text
+emulator_switch:
+    push %rbp
+    push %rbx
+    push %r12
+    push %r13
+    push %r14
+    push %r15
+    mov  %rsp, (%rdi)
+    mov  %rsi, %rsp
+    pop  %r15
+    pop  %r14
+    pop  %r13
+    pop  %r12
+    pop  %rbx
+    pop  %rbp
+    ret
+)");
+
+static void switch_context(context & from, context & to) {
+    emulator_switch(&from.sp, to.sp);
+}
+
+static void start_context(context & c, char * stack, void (*f)()) {
+    void ** sp = (void **) ((uintptr_t) (stack + STACK) / 16 * 16);
+
+    *--sp = nullptr;     // f is entered as if it had been called: the stack is off by 8
+    *--sp = (void *) f;  // where the first switch returns to
+    sp -= 6;             // registers
+    c.sp = sp;
+}
+#else
+#    include <ucontext.h>
+
+typedef ucontext_t context;
+
+static void switch_context(context & from, context & to) {
+    swapcontext(&from, &to);
+}
+
+static void start_context(context & c, char * stack, void (*f)()) {
+    getcontext(&c);
+    c.uc_stack.ss_sp   = stack;
+    c.uc_stack.ss_size = STACK;
+    c.uc_link          = nullptr;
+    makecontext(&c, f, 0);
+}
+#endif
 
 enum class state { ready,
     waits,
@@ -43,19 +104,20 @@ struct simdgroup {
 };
 
 struct fiber {
-    ucontext_t context;
-    threads    t;
-    state      s;
-    size_t     n_ops;
+    context c;
+    threads t;
+    state   s;
+    size_t  n_ops;
 };
 
-static std::vector<char>      stacks;
+static char * const           stacks = (char *) malloc(1024 * STACK); // of as many threads as a threadgroup may have
 static std::vector<fiber>     fibers;
 static std::vector<simdgroup> simdgroups;
 static meeting                barrier;
-static ucontext_t             scheduler;
+static context                scheduler;
 static fiber *                current;
 
+static bool                stores_early;
 static const thread_main * body;
 static volatile char *     body_shmem;
 
@@ -72,12 +134,12 @@ void fail(const char * what) {
 static void fiber_main() {
     (*body)(body_shmem, current->t);
     current->s = state::done;
-    swapcontext(&current->context, &scheduler);
+    switch_context(current->c, scheduler);
 }
 
 static void wait() {
     current->s = state::waits;
-    swapcontext(&current->context, &scheduler);
+    switch_context(current->c, scheduler);
 }
 
 static void meet(meeting & m, int where, size_t first, size_t n) {
@@ -175,7 +237,7 @@ void matrix_load(matrix & d, const volatile float * src, uint64_t ld, bool trans
 void matrix_store(const matrix & a, volatile float * dst, uint64_t ld, bool transpose) {
     matrix_op & op = follow({ 's', dst, ld, transpose, 0, {} });
 
-    if (op.n_lanes == 32) {
+    if (op.n_lanes == (stores_early ? 1 : 32)) {
         for (int i = 0; i < 64; ++i) {
             dst[at(i, ld, transpose)] = a.x[i];
         }
@@ -217,11 +279,7 @@ static void run_group(size_t n_shmem, schedule s, std::mt19937 & rng) {
         f.s     = state::ready;
         f.n_ops = 0;
 
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp   = &stacks[i * STACK];
-        f.context.uc_stack.ss_size = STACK;
-        f.context.uc_link          = nullptr;
-        makecontext(&f.context, fiber_main, 0);
+        start_context(f.c, &stacks[i * STACK], fiber_main);
     }
 
     std::vector<size_t> order(n);
@@ -238,7 +296,7 @@ static void run_group(size_t n_shmem, schedule s, std::mt19937 & rng) {
             if (fibers[i].s == state::ready) {
                 any     = true;
                 current = &fibers[i];
-                swapcontext(&scheduler, &current->context);
+                switch_context(scheduler, current->c);
             }
         }
     }
@@ -264,8 +322,8 @@ void run(const thread_main & f, const unsigned (&n_groups)[3], int n_threads, si
         fail("a threadgroup has a multiple of 32 threads, up to 1024");
     }
 
-    body = &f;
-    stacks.resize(std::max(stacks.size(), n_threads * STACK));
+    body         = &f;
+    stores_early = s == schedule::backward;
     fibers.resize(n_threads);
     simdgroups.resize(n_threads / 32);
 

@@ -5,7 +5,7 @@
 //   - threadgroup memory is of the exact size that the host asked for, and full of NaN
 //   - threads that meet at different barriers, or miss one, are an error
 //   - a simdgroup matrix is loaded when the first lane asks for it and loaded again at the last one: the memory must not
-//     have changed; it is stored when the last lane has asked for it
+//     have changed; it is stored when the last lane has asked for it, in the backward schedule when the first has
 
 #pragma once
 
