@@ -55,7 +55,11 @@ def _small_eviction() -> list[tuple[str, bool]]:
     from . import haystack, models
     from .llama import Llama
 
-    llm = Llama(str(models.fetch("smollm2-135m")), n_ctx=2048, kv_evict="laprox", budget=_BUDGET, verbose=False)
+    import llama_cpp  # isort: skip
+
+    n_gpu_layers = -1 if llama_cpp.llama_supports_gpu_offload() else 0
+    path = str(models.fetch("smollm2-135m"))
+    llm = Llama(path, n_ctx=2048, n_gpu_layers=n_gpu_layers, kv_evict="laprox", budget=_BUDGET, verbose=False)
     try:
         count: Callable[[str], int] = lambda text: len(llm.tokenize(text.encode(), add_bos=False))  # noqa: E731
         tokens = llm.tokenize(haystack.hide([], 1000, count, seed=0, depths=[]).encode())
@@ -66,6 +70,10 @@ def _small_eviction() -> list[tuple[str, bool]]:
         expected = len(kept) * int(_BUDGET * n_prompt + 0.5)
         tail = np.arange(n_prompt - stats.n_window, n_prompt + len(answer) - 1)
         print(stats)
+        print(
+            f"rows on {', '.join(stats.devices)}; scores {stats.score_path}; "
+            f"attention of decode steps {stats.attention_path}"
+        )
         return [
             (f"evicted: {stats.rows_kept} of {stats.rows_full} rows, expected {expected}", stats.rows_kept == expected),
             ("the window and the new tokens are kept in every head", all(set(tail) <= set(p) for p in kept.values())),

@@ -389,6 +389,9 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             rows_read=s.rows_read,
             rows_dense=s.rows_dense,
             n_grown=s.n_grown,
+            devices=tuple(dict.fromkeys(_native.devices(self.ctx))),
+            score_path=self._path(s.n_layer_composed, "composed", "fused") if self._scored() else "",
+            attention_path=self._path(s.n_layer_ragged_op, "ragged_op", "per_head"),
             gram_ms=s.t_gram_ms,
             score_ms=0.0 if self._prompt is None else self._prompt.score_ms,
             plan_ms=self._plan_ms,
@@ -399,6 +402,13 @@ class Llama(llama_cpp.Llama):  # type: ignore[misc]
             note=self._note or self._method_note,
             fallback=self._fallback,
         )
+
+    def _scored(self) -> bool:
+        return self._prompt is not None and self._prompt.raw is not None
+
+    def _path(self, n: int, name: str, usual: str) -> str:
+        """How the layers are computed when `n` of them go the way of `name`."""
+        return usual if n == 0 else name if n == len(self._layers) else "mixed"
 
     def kv_kept(self) -> dict[tuple[int, int], npt.NDArray[np.int32]]:
         """Positions held, ascending, for each (model layer, KV head) that can be evicted; window and later tokens too.

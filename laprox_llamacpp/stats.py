@@ -39,6 +39,9 @@ class KVStats:
     rows_read: int = 0  # page selection: rows that the last one-token step read, once per KV head
     rows_dense: int = 0  # rows that it would have read without
     n_grown: int = 0  # times that this reserve was grown
+    devices: tuple[str, ...] = ()  # where the rows of evictable layers are, and what is computed with them
+    score_path: str = ""  # last scores: "fused" (our op), "composed" (of stock ops), "mixed" by layer, "" (none)
+    attention_path: str = ""  # decode steps after an eviction: "per_head" (a node each), "ragged_op" (one), "mixed"
     gram_ms: float = 0.0  # Gram matrices of W_O, once per context
     all_queries_ms: float = 0.0  # attention sums over every prompt query, for the methods that need them
     score_ms: float = 0.0
@@ -81,6 +84,11 @@ class KVStats:
             lines.append(
                 f"  read     {self.rows_read} of {self.rows_dense} rows in the last step "
                 f"({self.rows_read / self.rows_dense:.1%}), page tables {mib(self.bytes_pages)}"
+            )
+        if self.devices not in ((), ("CPU",)):
+            lines.append(
+                f"  device   {', '.join(self.devices)}: scores {self.score_path or 'none'}, "
+                f"attention of decode steps {self.attention_path}"
             )
         lines.append(f"  tokens/s prompt {self.prefill_tps:.1f}, decode {self.decode_tps:.1f}")
         if self.note is not None:

@@ -57,10 +57,12 @@ def golden(name: str) -> dict[str, npt.NDArray[Any]]:
 
 
 @cache
-def load_model(path: str | Path) -> Any:
+def load_model(path: str | Path, n_gpu_layers: int = 0) -> Any:
     """One model per file and process, never freed."""
     lib.llama_backend_init()
-    model = lib.llama_model_load_from_file(str(path).encode(), lib.llama_model_default_params())
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = n_gpu_layers
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
     assert model, f"{path} cannot be loaded: {' '.join(_errors)}"
     return model
 
@@ -86,10 +88,13 @@ class Context:
         flash_attn: bool = True,
         reference: bool = False,
         cb_eval: Any = None,
+        n_gpu_layers: int = 0,
+        offload_kqv: bool = True,
+        attention_path: str = "auto",
     ) -> None:
         self.ptr: Any = None
         self.path = path
-        self.model = load_model(path)
+        self.model = load_model(path, n_gpu_layers)
         params = lib.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ctx, n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
@@ -97,10 +102,11 @@ class Context:
         params.flash_attn_type = 1 if flash_attn else 0
         params.type_k, params.type_v = TYPES[type_k], TYPES[type_v or type_k]
         params.swa_full = False
+        params.offload_kqv = offload_kqv
         if cb_eval is not None:
             params.cb_eval = cb_eval
         _errors.clear()
-        _native.set_next(_native.context_params(n_reserve) if evict else None)
+        _native.set_next(_native.context_params(n_reserve, attention_path) if evict else None)
         self.ptr = lib.llama_init_from_model(self.model, params)
         if not self.ptr:
             raise RuntimeError(_native.last_error() or " ".join(_errors))
@@ -194,7 +200,7 @@ def run_child(function: Any, *args: Any, env: dict[str, str] | None = None) -> A
     )
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps([str(a) if isinstance(a, Path) else a for a in args])],
-        capture_output=True, text=True, env=env, timeout=600,
+        capture_output=True, text=True, env=env, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
     return json.loads(done.stdout.splitlines()[-1])

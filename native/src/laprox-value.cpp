@@ -25,6 +25,9 @@ void laprox_kv::for_w_o(const laprox_layer & layer, int64_t n_step, F && use) {
 
         auto   ctx_x = laprox_ctx(1);
         auto * x     = ggml_new_tensor_2d(ctx_x.get(), GGML_TYPE_F32, n_in, d * n_h);
+
+        ggml_set_name(x, "laprox_unit");
+
         auto   buf_x = laprox_alloc(ctx_x.get(), ggml_backend_cpu_buffer_type(), "unit vectors");
 
         ggml_backend_buffer_clear(buf_x.get(), 0);
@@ -145,6 +148,7 @@ std::vector<float> laprox_kv::value_norm(size_t ikv, int32_t value, int64_t n_kv
             cur = laprox_build_value_norm(ctx.get(), v, layer.gram);
         }
 
+        ggml_format_name(cur, "laprox_norm-%d", layer.il);
         ggml_set_output(cur);
         ggml_build_forward_expand(gf, cur);
 
@@ -202,6 +206,7 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
             }
         }
 
+        ggml_set_name(a, "laprox_attention");
         ggml_backend_tensor_set(a, data.data(), 0, ggml_nbytes(a));
 
         auto   ctx = laprox_ctx(32, 32);
@@ -218,6 +223,7 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
 
         cur = ggml_sqrt(ctx.get(), ggml_sum_rows(ctx.get(), ggml_sqr(ctx.get(), cur)));
 
+        ggml_format_name(cur, "laprox_norm-%d", layer.il);
         ggml_set_output(cur);
         ggml_build_forward_expand(gf, cur);
 

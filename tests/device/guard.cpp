@@ -27,34 +27,53 @@
 struct guard_memory {
     void * addr;
     size_t size;
+    int    n_open = 0;
 };
 
-static std::recursive_mutex        guard_mutex;
-static std::vector<guard_memory *> guard_all;
-static int                         guard_depth = 0;
+static std::recursive_mutex guard_mutex;
 
-static void guard_protect(int prot) {
-    for (const auto * mem : guard_all) {
-        if (mprotect(mem->addr, mem->size, prot) != 0) {
-            perror("guard: mprotect");
-            abort();
-        }
+static void guard_protect(guard_memory * mem, int prot) {
+    if (mprotect(mem->addr, mem->size, prot) != 0) {
+        perror("guard: mprotect");
+        abort();
     }
 }
 
-// within reach while one of these lives
+static guard_memory * guard_memory_of(const ggml_tensor * tensor);
+
+// within reach while one of these lives: the memory of these tensors
 struct guard_open {
-    guard_open() {
+    std::vector<guard_memory *> all;
+
+    explicit guard_open(const std::vector<const ggml_tensor *> & tensors) {
         guard_mutex.lock();
-        if (guard_depth++ == 0) {
-            guard_protect(PROT_READ | PROT_WRITE);
+        for (const auto * tensor : tensors) {
+            add(guard_memory_of(tensor));
         }
     }
+
+    explicit guard_open(guard_memory * mem) {
+        guard_mutex.lock();
+        add(mem);
+    }
+
     ~guard_open() {
-        if (--guard_depth == 0) {
-            guard_protect(PROT_NONE);
+        for (auto * mem : all) {
+            if (--mem->n_open == 0) {
+                guard_protect(mem, PROT_NONE);
+            }
         }
         guard_mutex.unlock();
+    }
+
+    void add(guard_memory * mem) {
+        if (!mem || std::find(all.begin(), all.end(), mem) != all.end()) {
+            return;
+        }
+        if (mem->n_open++ == 0) {
+            guard_protect(mem, PROT_READ | PROT_WRITE);
+        }
+        all.push_back(mem);
     }
 };
 
@@ -78,13 +97,15 @@ static void guard_note(const char * what, const char * name, size_t n_bytes) {
 }
 
 extern "C" void guard_reset(void) {
-    guard_open open;
+    std::lock_guard<std::recursive_mutex> lock(guard_mutex);
+
     guard_counts.clear();
 }
 
 // lines of: what, calls, bytes, name; returns the size needed, the closing 0 included
 extern "C" size_t guard_report(char * text, size_t size) {
-    guard_open  open;
+    std::lock_guard<std::recursive_mutex> lock(guard_mutex);
+
     std::string res;
     for (const auto & [key, count] : guard_counts) {
         res += key.first + "\t" + std::to_string(count.n) + "\t" + std::to_string(count.n_bytes) + "\t" + key.second + "\n";
@@ -100,9 +121,7 @@ extern "C" size_t guard_report(char * text, size_t size) {
 //
 
 static void guard_buffer_free(ggml_backend_buffer_t buffer) {
-    guard_open open;
-    auto *     mem = (guard_memory *) buffer->context;
-    guard_all.erase(std::find(guard_all.begin(), guard_all.end(), mem));
+    auto * mem = (guard_memory *) buffer->context;
     munmap(mem->addr, mem->size);
     delete mem;
 }
@@ -112,18 +131,18 @@ static void * guard_buffer_get_base(ggml_backend_buffer_t buffer) {
 }
 
 static void guard_buffer_memset(ggml_backend_buffer_t, ggml_tensor * tensor, uint8_t value, size_t offset, size_t size) {
-    guard_open open;
+    guard_open open({ tensor });
     memset((char *) tensor->data + offset, value, size);
 }
 
 static void guard_buffer_set(ggml_backend_buffer_t, ggml_tensor * tensor, const void * data, size_t offset, size_t size) {
-    guard_open open;
+    guard_open open({ tensor });
     guard_note("set", tensor->name, size);
     memcpy((char *) tensor->data + offset, data, size);
 }
 
 static void guard_buffer_get(ggml_backend_buffer_t, const ggml_tensor * tensor, void * data, size_t offset, size_t size) {
-    guard_open open;
+    guard_open open({ tensor });
     guard_note("get", tensor->name, size);
     memcpy(data, (const char *) tensor->data + offset, size);
 }
@@ -131,8 +150,8 @@ static void guard_buffer_get(ggml_backend_buffer_t, const ggml_tensor * tensor, 
 static bool guard_buffer_cpy(ggml_backend_buffer_t buffer, const ggml_tensor * src, ggml_tensor * dst);
 
 static void guard_buffer_clear(ggml_backend_buffer_t buffer, uint8_t value) {
-    guard_open open;
     auto *     mem = (guard_memory *) buffer->context;
+    guard_open open(mem);
     memset(mem->addr, value, mem->size);
 }
 
@@ -150,12 +169,17 @@ static const ggml_backend_buffer_i guard_buffer_i = {
     /* .reset         = */ nullptr,
 };
 
+static guard_memory * guard_memory_of(const ggml_tensor * tensor) {
+    const auto * buf = tensor->view_src ? tensor->view_src->buffer : tensor->buffer;
+
+    return buf && buf->iface.get_base == guard_buffer_get_base ? (guard_memory *) buf->context : nullptr;
+}
+
 static bool guard_buffer_cpy(ggml_backend_buffer_t, const ggml_tensor * src, ggml_tensor * dst) {
-    auto * buf = src->view_src ? src->view_src->buffer : src->buffer;
-    if (buf->iface.get_base != guard_buffer_get_base) {
+    if (!guard_memory_of(src)) {
         return false;
     }
-    guard_open open;
+    guard_open open({ src, dst });
     guard_note("copy", dst->name, ggml_nbytes(src));
     memcpy(dst->data, src->data, ggml_nbytes(src));
     return true;
@@ -166,16 +190,15 @@ static const char * guard_buft_get_name(ggml_backend_buffer_type_t) {
 }
 
 static ggml_backend_buffer_t guard_buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
-    guard_open open;
+    auto * mem = new guard_memory{ nullptr, std::max<size_t>(size, 1) };
 
-    void * addr = mmap(nullptr, std::max<size_t>(size, 1), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (addr == MAP_FAILED) {
+    mem->addr = mmap(nullptr, mem->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (mem->addr == MAP_FAILED) {
+        delete mem;
         return nullptr;
     }
-    memset(addr, 0x7f, size); // what a device hands out holds anything: NaN in most types
-
-    auto * mem = new guard_memory { addr, std::max<size_t>(size, 1) };
-    guard_all.push_back(mem);
+    memset(mem->addr, 0x7f, mem->size); // what a device hands out holds anything: NaN in most types
+    guard_protect(mem, PROT_NONE);
 
     return ggml_backend_buffer_init(buft, guard_buffer_i, mem, size);
 }
@@ -283,7 +306,18 @@ static void guard_backend_free(ggml_backend_t backend) {
 }
 
 static ggml_status guard_backend_graph_compute(ggml_backend_t backend, ggml_cgraph * gf) {
-    guard_open open;
+    std::vector<const ggml_tensor *> tensors;
+    for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
+        const auto * node = ggml_graph_node(gf, i);
+        tensors.push_back(node);
+        for (const auto * src : node->src) {
+            if (src) {
+                tensors.push_back(src);
+            }
+        }
+    }
+
+    guard_open open(tensors);
     for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
         guard_note("op", ggml_op_desc(ggml_graph_node(gf, i)), 0);
     }
