@@ -14,12 +14,16 @@
 #undef thread
 #undef threadgroup
 
-template <typename T> constexpr bool is_shmem  = std::is_same_v<T, volatile char *>;
-template <typename T> constexpr bool is_buffer = std::is_pointer_v<T> && !is_shmem<T>;
-template <typename T> constexpr bool is_index  = std::is_same_v<T, ushort>;
+template<typename T>
+constexpr bool is_shmem = std::is_same_v<T, volatile char *>;
+template<typename T>
+constexpr bool is_buffer = std::is_pointer_v<T> && !is_shmem<T>;
+template<typename T>
+constexpr bool is_index = std::is_same_v<T, ushort>;
 
 // which of its kind parameter I is: buffers are bound, and thread indices follow each other, in the order of declaration
-template <template <typename> class KIND, typename... P> constexpr int count_before(size_t i) {
+template<template<typename> class KIND, typename... P>
+constexpr int count_before(size_t i) {
     const bool is[] = { KIND<P>::value... };
     int        n    = 0;
     for (size_t j = 0; j < i; ++j) {
@@ -28,10 +32,13 @@ template <template <typename> class KIND, typename... P> constexpr int count_bef
     return n;
 }
 
-template <typename T> struct buffer_kind : std::bool_constant<is_buffer<T>> {};
-template <typename T> struct index_kind : std::bool_constant<is_index<T>> {};
+template<typename T>
+struct buffer_kind : std::bool_constant<is_buffer<T>> {};
+template<typename T>
+struct index_kind : std::bool_constant<is_index<T>> {};
 
-template <typename T> static T argument(const kernel_arguments & a, volatile char * shmem, const emulator::threads & t, int i_buffer, int i_index) {
+template<typename T>
+static T argument(const kernel_arguments & a, volatile char * shmem, const emulator::threads & t, int i_buffer, int i_index) {
     if constexpr (std::is_reference_v<T>) {
         return *(std::remove_reference_t<T> *) a.bytes;
     } else if constexpr (is_shmem<T>) {
@@ -42,17 +49,19 @@ template <typename T> static T argument(const kernel_arguments & a, volatile cha
         const ushort index[] = { t.tiitg, t.tiisg, t.sgitg };
         return index[i_index];
     } else {
-        return T{ t.group[0], t.group[1], t.group[2] };
+        return T { t.group[0], t.group[1], t.group[2] };
     }
 }
 
-template <typename... P, size_t... I> static kernel_function bind_kernel(void (*f)(P...), std::index_sequence<I...>) {
+template<typename... P, size_t... I>
+static kernel_function bind_kernel(void (*f)(P...), std::index_sequence<I...>) {
     return [f](const kernel_arguments & a, volatile char * shmem, const emulator::threads & t) {
         f(argument<P>(a, shmem, t, count_before<buffer_kind, P...>(I), count_before<index_kind, P...>(I))...);
     };
 }
 
-template <typename... P> static kernel_function bind_kernel(void (*f)(P...)) {
+template<typename... P>
+static kernel_function bind_kernel(void (*f)(P...)) {
     return bind_kernel(f, std::index_sequence_for<P...>());
 }
 
@@ -64,9 +73,9 @@ template <typename... P> static kernel_function bind_kernel(void (*f)(P...)) {
 
 const std::map<std::string, kernel_function> & metal_kernels() {
     static const std::map<std::string, kernel_function> res = {
-        { "kernel_laprox_score_prep", bind_kernel(kernel_laprox_score_prep) },
-        { "kernel_laprox_score_lse", bind_kernel(kernel_laprox_score_lse) },
-        { "kernel_laprox_attn", bind_kernel(kernel_laprox_attn) },
+        { "kernel_laprox_score_prep",   bind_kernel(kernel_laprox_score_prep)   },
+        { "kernel_laprox_score_lse",    bind_kernel(kernel_laprox_score_lse)    },
+        { "kernel_laprox_attn",         bind_kernel(kernel_laprox_attn)         },
         { "kernel_laprox_attn_combine", bind_kernel(kernel_laprox_attn_combine) },
         WIDTH(64),
         WIDTH(80),
