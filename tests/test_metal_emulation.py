@@ -144,6 +144,32 @@ def test_names_and_attributes() -> None:
     assert constants == [(constant, str(i)) for i, constant in enumerate(bound)]
 
 
+def test_address_spaces(tmp_path: Path) -> None:
+    """Pointers into device, constant and threadgroup memory are not mixed: clang knows address spaces, GCC does not.
+
+    The attributes go: clang does not take them where Metal has them.
+    """
+    clang = next(
+        (path for path in map(shutil.which, ["clang++", *(f"clang++-{i}" for i in range(22, 13, -1))]) if path), None
+    )
+    if clang is None:
+        pytest.skip("no clang++")
+    kernels = re.sub(r"\[\[[^\]]*\]\]", "", (KERNELS / "laprox.metal").read_text(encoding="utf-8"))
+    mixed = kernels.replace("threadgroup float  * tile  = ", "device float * tile = ")
+    assert mixed != kernels
+    (tmp_path / "common.h").write_text('#include "metal_address_spaces.h"\n', encoding="utf-8")
+    for name, text in (("laprox.cpp", kernels), ("mixed.cpp", mixed)):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+
+    command = [clang, "-std=c++14", "-Wall", "-Wextra", "-fsyntax-only", f"-I{EMULATION}", f"-I{KERNELS}"]
+    assert run([*command, str(tmp_path / "laprox.cpp")]) == ""
+    done = subprocess.run(
+        [*command, str(tmp_path / "mixed.cpp")], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "address_space" in done.stderr
+
+
 @pytest.mark.parametrize("name", ["ggml-metal-ops.cpp", "ggml-metal-device.cpp", "ggml-metal.cpp", "laprox-metal.cpp"])
 def test_backend_compiles(compiler: str, tree: Path, name: str) -> None:
     """The patched backend, as far as it is C++; <memory> comes with a header of Apple's."""
