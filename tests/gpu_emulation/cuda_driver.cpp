@@ -196,7 +196,7 @@ static std::vector<double> draw_mask(int n, int w) {
     std::vector<double> mask((size_t) n * w, 0.0);
 
     const bool causal  = draw(0, 1);
-    const int  n_empty = draw(0, 3) == 0 ? draw(0, w - 1) : -1;
+    const int  n_empty = w > 1 && draw(0, 3) == 0 ? draw(0, w - 1) : -1;
     const int  n_pad   = draw(0, 1) ? draw(0, n / 3) : 0;
     const bool biased  = draw(0, 3) == 0;
 
@@ -291,22 +291,23 @@ static void score_case(int index, bool mma) {
     buffer          mask(mask_nb1 * ref.w);
     store_mask(mask, mask_type, ref.mask, ref.n_kv, ref.w, mask_nb1);
 
-    // G = W W^T; small integers, so that F16 holds every sum
+    // G = W W^T of a small rank; small integers, so that F16 holds every sum
     const int    d       = ref.d_v;
     const size_t g_nb1   = (d + draw(0, 2)) * sizeof(float);
     const size_t g_nb2   = g_nb1 * (d + draw(0, 1));
     const float  g_scale = exact ? std::ldexp(1.0f, draw(-30, 30)) : std::exp(std::normal_distribution<float>(0, 10)(rng));
     buffer       gram(g_nb2 * ref.n_head);
     for (int h = 0; h < ref.n_head && value; ++h) {
-        std::vector<float> W((size_t) d * d);
+        const int          n = 16;
+        std::vector<float> W((size_t) d * n);
         for (float & x : W) {
             x = exact ? draw(-2, 2) : draw_number(false);
         }
         for (int a = 0; a < d; ++a) {
             for (int b = 0; b < d; ++b) {
                 float sum = 0.0f;
-                for (int e = 0; e < d; ++e) {
-                    sum += W[(size_t) a * d + e] * W[(size_t) b * d + e];
+                for (int e = 0; e < n; ++e) {
+                    sum += W[a * n + e] * W[b * n + e];
                 }
                 gram.at<float>(h * g_nb2 + a * g_nb1 + b * 4) = sum * g_scale;
                 ref.gram.push_back(sum * g_scale);

@@ -262,15 +262,24 @@ static void run_block(size_t n_shared) {
     }
     n_at_block = 0;
 
-    std::vector<unsigned> turn(n_threads);
+    // a warp goes on until all its threads wait for other warps: no two warps are further apart on a GPU
+    std::vector<unsigned> warp_turn(warps.size());
+    std::vector<unsigned> lane_turn(32);
     for (unsigned n_done = 0; n_done < n_threads;) {
-        arrange(turn);
         bool moved = false;
-        for (unsigned i : turn) {
-            if (fibers[i]->st == state::ready) {
-                to_fiber(i);
-                moved = true;
-                n_done += fibers[i]->st == state::done;
+        arrange(warp_turn);
+        for (unsigned w : warp_turn) {
+            for (bool again = true; again;) {
+                again = false;
+                arrange(lane_turn);
+                for (unsigned lane : lane_turn) {
+                    const unsigned i = w * 32 + lane;
+                    if (fibers[i]->st == state::ready) {
+                        to_fiber(i);
+                        again = moved = true;
+                        n_done += fibers[i]->st == state::done;
+                    }
+                }
             }
         }
         if (!moved) {

@@ -79,9 +79,10 @@ template<int D>
 struct laprox_tile_mma {
     using elem = half;
 
-    static constexpr int n_rows = 128; // 16 per warp
-    static constexpr int stride = D + 8;
-    static constexpr int n_next = (LAPROX_TILE * D / 8 + LAPROX_SCORE_THREADS - 1) / LAPROX_SCORE_THREADS;
+    static constexpr int n_rows   = 128;              // 16 per warp
+    static constexpr int n_blocks = D <= 128 ? 2 : 1; // per multiprocessor: 128 or 255 registers
+    static constexpr int stride   = D + 8;
+    static constexpr int n_next   = (LAPROX_TILE * D / 8 + LAPROX_SCORE_THREADS - 1) / LAPROX_SCORE_THREADS;
 
     static constexpr size_t n_shared(int d) { return sizeof(half) * LAPROX_TILE * (d + 8); }
 
@@ -124,6 +125,7 @@ struct laprox_tile_mma {
 
     // res[row][i] of the warp's rows and all rows i of the tile; columns before `from` of the fixed rows are 0
     __device__ __forceinline__ void product(const char * tile, float * res, int from) {
+#    pragma unroll 1 // registers
         for (int j = 0; j < LAPROX_TILE; j += 16) {
             nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float> acc;
             nvcuda::wmma::fill_fragment(acc, 0.0f);
@@ -150,7 +152,8 @@ template<int D>
 struct laprox_tile_mma { // never launched on these devices
     using elem = half;
 
-    static constexpr int n_rows = 128;
+    static constexpr int n_rows   = 128;
+    static constexpr int n_blocks = 1;
 
     static constexpr size_t n_shared(int d) { return sizeof(half) * LAPROX_TILE * (d + 8); }
 
@@ -167,7 +170,8 @@ struct laprox_tile_mma { // never launched on these devices
 struct laprox_tile_simt {
     using elem = float;
 
-    static constexpr int n_rows = 64; // 8 per warp
+    static constexpr int n_rows   = 64; // 8 per warp
+    static constexpr int n_blocks = 2;
 
     static constexpr size_t n_shared(int d) { return sizeof(float) * LAPROX_TILE * (d + 4); }
 
@@ -343,7 +347,7 @@ static __device__ __forceinline__ float laprox_score_mask(const laprox_score_par
 //
 
 template<class Tile>
-static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS) laprox_score_max_sum(const laprox_score_params p) {
+static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) laprox_score_max_sum(const laprox_score_params p) {
     LAPROX_SHARED(shared);
 
     constexpr int n_own = Tile::n_rows / LAPROX_SCORE_WARPS; // rows of a warp
@@ -421,7 +425,7 @@ static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS) laprox_score_max_
 //
 
 template<class Tile>
-static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS) laprox_score_norm(const laprox_score_params p) {
+static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) laprox_score_norm(const laprox_score_params p) {
     LAPROX_SHARED(shared);
 
     constexpr int n_own = Tile::n_rows / LAPROX_SCORE_WARPS;
@@ -499,7 +503,7 @@ static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS) laprox_score_norm
 // The queries of a tile are shared out to units: (part of the queries, head of the group), or (part of the queries) where
 // the mean over the group comes first. A unit belongs to one warp, and leaves one number per position.
 template<class Tile>
-static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS) laprox_score_stat(const laprox_score_params p) {
+static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) laprox_score_stat(const laprox_score_params p) {
     LAPROX_SHARED(shared);
 
     constexpr int n_own = Tile::n_rows / LAPROX_SCORE_WARPS;
