@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from guard import Guard, build
 from lowlevel import Context, W, golden, run_child
+from test_refused import EMBED, write_model
 
 from laprox_llamacpp import LaproxError, Llama, _native
 
@@ -190,6 +191,83 @@ def test_sliding_window_model(gemma_path: Path, guard: str) -> None:
     assert [name for what, _, _, name in got["all"] if what in ("get", "set") and "cache_" in name] == []
 
 
+METHODS = ["laprox:preset=paper", "h2o", "criticalkv", "keydiff", "tova"]
+
+
+def methods(path: str, guard: str) -> list[Any]:
+    """In a child: what each method keeps."""
+    if guard:
+        Guard(guard)
+    out = []
+    for method in METHODS:
+        llm = Llama(path, n_ctx=512, n_threads=1, n_gpu_layers=99, kv_evict=method, budget=0.3, verbose=False)
+        assert llm.kv_stats().devices == (("GUARD0",) if guard else ("CPU",))
+        llm.eval(IDS[:200].tolist())
+        out.append([head.tolist() for head in llm.kv_kept().values()])
+        llm.close()
+    return out
+
+
+@slow
+@pytest.mark.parametrize("deny", ["", "LAPROX_SCORE"])
+def test_methods(smol_path: Path, guard: str, deny: str) -> None:
+    got, want = child(methods, smol_path, guard, deny=deny), child(methods, smol_path, "")
+    for method, a, b in zip(METHODS, got, want):
+        pairs = [{(h, p) for h, head in enumerate(kept) for p in head} for kept in (a, b)]
+        # a composed score rounds in another order: a few of those at the border
+        assert len(pairs[0] ^ pairs[1]) <= (0.01 * len(pairs[1]) if deny else 0), method
+
+
+# ---- rows that are no whole number of words
+
+
+def short_story(path: str, guard: str, options: dict[str, Any]) -> dict[str, Any]:
+    """In a child, on a model of 32 tokens: an eviction, and what is decoded after it."""
+    device = Guard(guard) if guard else None
+    ids = np.random.default_rng(7).integers(0, 32, 120)
+    with Context(path, n_ctx=256, n_reserve=8, **options) as ctx:
+        assert set(_native.devices(ctx.ptr)) == {"GUARD0" if guard else "CPU"}
+        ctx.prefill(ids[:90])
+        kept = ctx.evict(0.6)
+        moved = device.report() if device else []
+        logits = [ctx.decode([t]) for t in ids[90:93]] + [ctx.decode(ids[93:110])]
+        assert all(np.isfinite(x).all() and x.std() > 0 for x in logits)
+        return {
+            "kept": [[int(p) for p in head] for head in kept],
+            "logits": [hashlib.sha1(x.tobytes()).hexdigest() for x in logits],
+            "moved": moved,
+            "all": device.report() if device else [],
+        }
+
+
+def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
+    d, n_head, n_head_kv, n_embd, n_ff = 96, 4, 2, 32, 64
+    fields = {
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_head_kv,
+        "attention.key_length": d,
+        "attention.value_length": d,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": d,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn_norm": (n_embd,), "attn_q": (n_head * d, n_embd), "attn_k": (n_head_kv * d, n_embd),
+        "attn_v": (n_head_kv * d, n_embd), "attn_output": (n_embd, n_head * d), "ffn_norm": (n_embd,),
+        "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff),
+    }  # fmt: skip
+    path = write_model(
+        tmp_path / "tiny.gguf", "llama", fields, {**EMBED, **{f"blk.0.{k}.weight": v for k, v in shapes.items()}}
+    )
+    got = child(short_story, path, guard, {"n_gpu_layers": 99, "type_k": "q8_0"})
+    want = child(short_story, path, "", {"attention_path": "ragged_op", "type_k": "q8_0"})
+    assert (got["kept"], got["logits"]) == (want["kept"], want["logits"])
+    assert_rows_stay(got)
+    n_rows = sum(len(head) + W for head in got["kept"])
+    copies = [(n, n_bytes) for what, n, n_bytes, name in got["moved"] if what == "copy"]
+    assert copies == [(n_rows, 102 * n_rows)] * 2  # K and V
+
+
 # ---- the package
 
 
@@ -251,6 +329,31 @@ def refusals(path: str, guard: str) -> list[str]:
         except (RuntimeError, LaproxError) as e:
             out.append(str(e))
     return out
+
+
+def failure(path: str, guard: str) -> dict[str, Any]:
+    Guard(guard)
+    with Context(path, n_gpu_layers=99) as ctx:
+        assert set(_native.devices(ctx.ptr)) == {"GUARD0"}
+        ctx.prefill(IDS[:80])
+        ctx.score()
+        plan = ctx.plan(0.8)
+        os.environ["GUARD_FAIL"] = "GET_ROWS"
+        try:
+            _native.evict(ctx.ptr, plan)
+            text = ""
+        except LaproxError as e:
+            text = str(e)
+        os.environ["GUARD_FAIL"] = ""
+        evicted, ctx.pos = bool(ctx.stats().evicted), 0
+        logits = ctx.prefill(IDS[:80])
+        return {"text": text, "evicted": evicted, "kept": len(ctx.evict(0.8)), "token": int(logits.argmax())}
+
+
+def test_a_device_that_fails_halfway(smol_path: Path, guard: str) -> None:
+    got = child(failure, smol_path, guard)
+    assert "failed to move rows; the cache was cleared" in got["text"] and "\n" not in got["text"]
+    assert not got["evicted"] and got["kept"] == 90  # and it works again
 
 
 def test_refused_in_one_line(smol_path: Path, guard: str) -> None:

@@ -4,6 +4,7 @@
 #include "llama-impl.h"
 
 #include <algorithm>
+#include <cstring>
 
 #if defined(__GLIBC__)
 #    include <malloc.h>
@@ -48,21 +49,35 @@ static void laprox_copy(ggml_tensor * src, size_t offs_src, ggml_tensor * dst, s
     ggml_backend_tensor_copy(from, to);
 }
 
-// row i of dst is row rows[i] of src: one KV head's of one position; idx holds the same on the device
+// row i of dst is row rows[i] of src, one KV head's of one position, or anything where rows[i] is -1; idx holds the same on
+// the device, nullptr: in host memory
 static void laprox_gather(ggml_backend_t backend, ggml_tensor * src, ggml_tensor * dst, const std::vector<int32_t> & rows, ggml_tensor * idx) {
     const size_t  n_row = dst->nb[1];
     const int64_t n_src = ggml_nbytes(src) / n_row;
     const int64_t n_dst = rows.size();
 
+    // two thirds of the time that the CPU's get_rows takes
+    if (ggml_backend_buffer_is_host(src->buffer)) {
+        for (int64_t i = 0; i < n_dst; ++i) {
+            if (rows[i] >= 0) {
+                memcpy((char *) dst->data + i * n_row, (const char *) src->data + rows[i] * n_row, n_row);
+            }
+        }
+
+        return;
+    }
+
     if (n_row % sizeof(int32_t) != 0) {
         // rows are no whole numbers of words
         for (int64_t i = 0, n = 0; i < n_dst; i += n) {
             n = 1;
-            while (i + n < n_dst && rows[i + n] == rows[i] + n) {
+            while (i + n < n_dst && rows[i + n] == (rows[i] < 0 ? -1 : rows[i] + n)) {
                 n++;
             }
 
-            laprox_copy(src, rows[i] * n_row, dst, i * n_row, n * dst->ne[0]);
+            if (rows[i] >= 0) {
+                laprox_copy(src, rows[i] * n_row, dst, i * n_row, n * dst->ne[0]);
+            }
         }
 
         return;
@@ -304,7 +319,7 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
         aside_new[ikv] = { {}, cur.k, cur.v, cur.k_stream, cur.v_stream };
     }
 
-    // where the new rows come from; any row does for those that are zeroed afterwards
+    // where the new rows come from, -1: from nowhere
     laprox_tensors                    tensors(layers.size());
     std::vector<ggml_tensor *>        idx;
     std::vector<std::vector<int32_t>> from(layers.size());
@@ -312,7 +327,7 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         const auto & l = layers[ikv];
 
-        from[ikv].assign(n_rows_new[ikv], 0);
+        from[ikv].assign(n_rows_new[ikv], -1);
 
         for (int64_t h = 0; h < l.n_head_kv; ++h) {
             auto dst = from[ikv].begin() + row0[ikv][h];
@@ -323,14 +338,24 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
             std::transform(tail_new.begin(), tail_new.end(), dst, flat);
         }
 
-        idx.push_back(ggml_new_tensor_1d(tensors.ctx(l.buft), GGML_TYPE_I32, n_rows_new[ikv]));
-        ggml_format_name(idx.back(), "laprox_rows_l%d", l.il);
+        idx.push_back(l.host ? nullptr : ggml_new_tensor_1d(tensors.ctx(l.buft), GGML_TYPE_I32, n_rows_new[ikv]));
+
+        if (!l.host) {
+            ggml_format_name(idx.back(), "laprox_rows_l%d", l.il);
+        }
     }
 
     tensors.alloc("the list of kept rows");
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        ggml_backend_tensor_set(idx[ikv], from[ikv].data(), 0, ggml_nbytes(idx[ikv]));
+        if (layers[ikv].host) {
+            continue;
+        }
+
+        std::vector<int32_t> data(from[ikv]);
+        std::replace(data.begin(), data.end(), -1, 0); // an op wants a row that there is
+
+        ggml_backend_tensor_set(idx[ikv], data.data(), 0, ggml_nbytes(idx[ikv]));
     }
 
     place_regions(row0, laprox_n_kept_max(layers));
@@ -358,9 +383,15 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
             adopt(ikv, std::move(rows[ikv]));
         }
     } catch (const laprox_error & err) {
-        // some layers have their new rows, others their old ones
+        // some layers have their new rows, others their old ones: none of it is of use
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            if (rows[ikv].buf) {
+                adopt(ikv, std::move(rows[ikv]));
+            }
+        }
+
         phase = LAPROX_PHASE_RAGGED;
-        kv.clear(false);
+        lctx->get_memory()->clear(false);
 
         laprox_throw(err.status, err.text + "; the cache was cleared, decode the prompt again");
     }

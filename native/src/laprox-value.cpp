@@ -28,7 +28,7 @@ void laprox_kv::for_w_o(const laprox_layer & layer, int64_t n_step, F && use) {
 
         ggml_set_name(x, "laprox_unit");
 
-        auto   buf_x = laprox_alloc(ctx_x.get(), ggml_backend_cpu_buffer_type(), "unit vectors");
+        auto buf_x = laprox_alloc(ctx_x.get(), ggml_backend_cpu_buffer_type(), "unit vectors");
 
         ggml_backend_buffer_clear(buf_x.get(), 0);
 
@@ -88,12 +88,10 @@ void laprox_kv::build_gram(laprox_layer & layer) {
     grams.push_back(std::move(tensors));
 }
 
-// V of the cells i0 .. i0+n, [n_embd_head_v, n, n_head_kv] F32
+// V of the cells i0 .. i0+n, [n_embd_head_v, n, n_head_kv]
 static ggml_tensor * laprox_values(ggml_context * ctx, const laprox_layer & layer, ggml_tensor * v_all, int64_t i0, int64_t n) {
-    ggml_tensor * v = ggml_view_3d(ctx, v_all, layer.n_embd_head_v, n, layer.n_head_kv,
+    return ggml_view_3d(ctx, v_all, layer.n_embd_head_v, n, layer.n_head_kv,
             v_all->nb[1], ggml_row_size(v_all->type, layer.n_embd_head_v), i0 * v_all->nb[1]);
-
-    return ggml_cast(ctx, v, GGML_TYPE_F32);
 }
 
 std::vector<float> laprox_kv::value_norm(size_t ikv, int32_t value, int64_t n_kv) {
@@ -139,6 +137,7 @@ std::vector<float> laprox_kv::value_norm(size_t ikv, int32_t value, int64_t n_kv
         ggml_tensor * cur = nullptr; // [n_gqa, n, n_head_kv]
 
         if (w_o) {
+            v   = ggml_cast(ctx.get(), v, GGML_TYPE_F32);
             cur = ggml_mul_mat(ctx.get(), ggml_reshape_3d(ctx.get(), w_o, d, n_out * n_gqa, layer.n_head_kv), v);
             ggml_prec_set_acc(cur, GGML_PREC_F32);
 
@@ -212,7 +211,8 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
         auto   ctx = laprox_ctx(32, 32);
         auto * gf  = ggml_new_graph_custom(ctx.get(), 32, false);
 
-        ggml_tensor * v = ggml_reshape_4d(ctx.get(), laprox_values(ctx.get(), layer, kv.layers[ikv].v, i0, n), d, 1, n, layer.n_head_kv);
+        ggml_tensor * v = ggml_cast(ctx.get(), laprox_values(ctx.get(), layer, kv.layers[ikv].v, i0, n), GGML_TYPE_F32);
+        v               = ggml_reshape_4d(ctx.get(), v, d, 1, n, layer.n_head_kv);
 
         // a_h v, the heads in a row [n_in, n]
         ggml_tensor * cur = ggml_mul(ctx.get(), ggml_repeat_4d(ctx.get(), v, d, n_gqa, n, layer.n_head_kv), a);

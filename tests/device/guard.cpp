@@ -2,7 +2,7 @@
 // while it copies or computes itself: whatever touches a tensor of it from outside ends the process. It computes by handing
 // the graph to a CPU backend, so results are those of the CPU to the bit; it counts what crosses between host and device.
 //
-// GUARD_DENY names ops, separated by commas, that it then does not run. Flash attention has the rules of ggml-cuda: one mask
+// GUARD_DENY names ops, separated by commas, that it does not run, GUARD_FAIL such that it fails to. Flash attention has the rules of ggml-cuda: one mask
 // for all heads, contiguous, strides that are multiples of 16 bytes, and, stricter than there, whole blocks of 256 rows.
 
 #include "ggml-backend-impl.h"
@@ -190,7 +190,7 @@ static const char * guard_buft_get_name(ggml_backend_buffer_type_t) {
 }
 
 static ggml_backend_buffer_t guard_buft_alloc(ggml_backend_buffer_type_t buft, size_t size) {
-    auto * mem = new guard_memory{ nullptr, std::max<size_t>(size, 1) };
+    auto * mem = new guard_memory { nullptr, std::max<size_t>(size, 1) };
 
     mem->addr = mmap(nullptr, mem->size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mem->addr == MAP_FAILED) {
@@ -211,8 +211,8 @@ static size_t guard_buft_get_alignment(ggml_backend_buffer_type_t) {
 // device
 //
 
-static bool guard_denied(const ggml_tensor * op) {
-    const char * env  = getenv("GUARD_DENY");
+static bool guard_named(const char * name, const ggml_tensor * op) {
+    const char * env  = getenv(name);
     const auto   list = "," + std::string(env ? env : "") + ",";
 
     return list.find("," + std::string(ggml_op_desc(op)) + ",") != std::string::npos;
@@ -250,7 +250,7 @@ static bool guard_dev_supports_op(ggml_backend_dev_t, const ggml_tensor * op) {
         default:
             break;
     }
-    return !guard_denied(op) && ggml_backend_dev_supports_op(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), op);
+    return !guard_named("GUARD_DENY", op) && ggml_backend_dev_supports_op(ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0), op);
 }
 
 static const char * guard_dev_get_name(ggml_backend_dev_t) {
@@ -281,7 +281,7 @@ static ggml_backend_buffer_type_t guard_dev_get_buffer_type(ggml_backend_dev_t d
     static ggml_backend_buffer_type buft = {
         /* .iface   = */ { guard_buft_get_name, guard_buft_alloc, guard_buft_get_alignment, nullptr, nullptr, nullptr },
         /* .device  = */
-         dev,
+        dev,
         /* .context = */ nullptr,
     };
 
@@ -320,6 +320,9 @@ static ggml_status guard_backend_graph_compute(ggml_backend_t backend, ggml_cgra
     guard_open open(tensors);
     for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
         guard_note("op", ggml_op_desc(ggml_graph_node(gf, i)), 0);
+        if (guard_named("GUARD_FAIL", ggml_graph_node(gf, i))) {
+            return GGML_STATUS_FAILED;
+        }
     }
     return ggml_backend_graph_compute((ggml_backend_t) backend->context, gf);
 }
@@ -373,7 +376,7 @@ extern "C" ggml_backend_reg_t ggml_backend_init(void) {
                               [](ggml_backend_reg_t, const char *) { return (void *) nullptr; },
                               },
         /* .context     = */
-         nullptr,
+        nullptr,
     };
 
     return &reg;
