@@ -224,6 +224,10 @@ def test_unknown_numbers(ready: Context) -> None:
     for n_reserve in (0, 1 << 21):
         with pytest.raises(ArgumentError, match="n_reserve"):
             _native.set_next(_native.context_params(n_reserve))
+    params = _native.context_params()
+    params.attention_path = 3
+    with pytest.raises(ArgumentError, match="unknown attention_path 3"):
+        _native.set_next(params)
     assert not ready.stats().evicted
 
 
