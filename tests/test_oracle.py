@@ -101,7 +101,7 @@ def test_one_thread_gives_equal_bits_in_short_steps(smol_path: Path, ids: npt.ND
 
 
 # one node sums in F32 where flash attention sums in F16 (F16 V) or rounds the query to 8 bits (quantised K)
-ONE_NODE_RMS = 0.1
+ONE_NODE_RMS = {"f16": 0.1, "q8_0": 0.1, "q4_0": 0.25}
 
 
 @pytest.mark.parametrize("kind", ["f16", pytest.param("q8_0", marks=slow), pytest.param("q4_0", marks=slow)])
@@ -113,7 +113,7 @@ def one_node(path: Path, ids: npt.NDArray[Any], **options: Any) -> None:
     run = Run(path, ids, n_grow=30, n_chunk=5, attention_path="ragged_op", **options)
     assert run.ragged_ops > 0
     print(f"relative rms {max(run.rms):.4f}, mean {np.mean(run.rms):.4f}, largest {max(run.largest):.3f}")
-    assert 0 < max(run.rms) <= ONE_NODE_RMS
+    assert 0 < max(run.rms) <= ONE_NODE_RMS[options["type_k"]]
 
 
 @slow
