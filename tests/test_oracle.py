@@ -100,9 +100,9 @@ def test_one_thread_gives_equal_bits_in_short_steps(smol_path: Path, ids: npt.ND
     Run(smol_path, ids, n_threads=1).assert_equal_bits()
 
 
-# one node sums in F32 where flash attention sums in F16 (F16 V) or rounds the query to 8 bits (quantised K)
-# (against float64 its error is 1e-6 of the output, flash attention's 2e-3 to 1e-2); the logits differed by at most 0.067,
-# 0.052 and 0.163 of their spread when these bounds were set
+# one node sums in F32 where flash attention sums in F16 (F16 V) or rounds the query to 8 bits (quantised K): its error
+# against float64 is 1e-6 of the output, flash attention's 2e-3 to 1e-2. The logits differed by at most 0.067, 0.052 and
+# 0.163 of their spread when these bounds were set.
 ONE_NODE_RMS = {"f16": 0.1, "q8_0": 0.1, "q4_0": 0.25}
 
 
