@@ -271,10 +271,10 @@ def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
 # ---- the package
 
 
-def ask(path: str, guard: str, n_gpu_layers: int) -> dict[str, Any]:
+def ask(path: str, guard: str, n_gpu_layers: int, method: str = "laprox") -> dict[str, Any]:
     if guard:
         Guard(guard)
-    llm = Llama(path, n_ctx=512, n_threads=1, n_gpu_layers=n_gpu_layers, kv_evict="laprox", budget=0.3, verbose=False)
+    llm = Llama(path, n_ctx=512, n_threads=1, n_gpu_layers=n_gpu_layers, kv_evict=method, budget=0.3, verbose=False)
     try:
         tokens = []
         for token in llm.generate(IDS[:200].tolist(), temp=0.0):
@@ -304,6 +304,12 @@ def test_the_package_with_layers_on_both(smol_path: Path, guard: str) -> None:
     assert "page selection runs on the CPU" in got["pages"] and cpu["pages"] == ""
 
 
+@pytest.mark.parametrize("deny, path", [("", "fused"), ("LAPROX_SCORE", "composed")])
+def test_sums_over_every_query_say_what_ran(smol_path: Path, guard: str, deny: str, path: str) -> None:
+    got = child(ask, smol_path, guard, 99, "h2o", deny=deny)
+    assert got["paths"][0] == path and len(got["tokens"]) == 6
+
+
 # ---- refusals
 
 
@@ -331,16 +337,16 @@ def refusals(path: str, guard: str) -> list[str]:
     return out
 
 
-def failure(path: str, guard: str) -> dict[str, Any]:
+def failure(path: str, guard: str, at: int, store: int) -> dict[str, Any]:
     Guard(guard)
     with Context(path, n_gpu_layers=99) as ctx:
         assert set(_native.devices(ctx.ptr)) == {"GUARD0"}
         ctx.prefill(IDS[:80])
         ctx.score()
         plan = ctx.plan(0.8)
-        os.environ["GUARD_FAIL"] = "GET_ROWS"
+        os.environ.update(GUARD_FAIL="GET_ROWS", GUARD_FAIL_AT=str(at))
         try:
-            _native.evict(ctx.ptr, plan)
+            _native.evict(ctx.ptr, plan, store)
             text = ""
         except LaproxError as e:
             text = str(e)
@@ -350,8 +356,11 @@ def failure(path: str, guard: str) -> dict[str, Any]:
         return {"text": text, "evicted": evicted, "kept": len(ctx.evict(0.8)), "token": int(logits.argmax())}
 
 
-def test_a_device_that_fails_halfway(smol_path: Path, guard: str) -> None:
-    got = child(failure, smol_path, guard)
+@pytest.mark.parametrize(
+    "at, store", [(0, _native.STORE_RAGGED), (31, _native.STORE_RAGGED), (31, _native.STORE_ASIDE)]
+)
+def test_a_device_that_fails_halfway(smol_path: Path, guard: str, at: int, store: int) -> None:
+    got = child(failure, smol_path, guard, at, store)  # 31: V of the 16th of 30 layers
     assert "failed to move rows; the cache was cleared" in got["text"] and "\n" not in got["text"]
     assert not got["evicted"] and got["kept"] == 90  # and it works again
 

@@ -47,6 +47,9 @@ void laprox_kv::observe(uint32_t n_window_new) {
 
     auto tensors = std::make_unique<laprox_tensors>(2 * layers.size());
 
+    if (lctx) {
+        lctx->synchronize(); // the last window's graph may still be writing to them
+    }
     obs.reset();
 
     for (auto & layer : layers) {

@@ -149,6 +149,10 @@ laprox_rows laprox_kv::alloc_rows(size_t ikv, int64_t ne0_k, int64_t ne0_v, int6
         laprox_throw(LAPROX_E_ALLOC, format("%.1f MiB of KV memory were refused", (ggml_nbytes(res.k) + ggml_nbytes(res.v)) / 1024.0 / 1024.0));
     }
 
+    if (!ggml_backend_buffer_is_host(res.buf.get())) {
+        ggml_backend_buffer_clear(res.buf.get(), 0);
+    }
+
     return res;
 }
 

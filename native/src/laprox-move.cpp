@@ -23,8 +23,9 @@ void laprox_trim() {
 #endif
 }
 
+// in host memory; rows of a device are cleared as a whole when they are allocated, which every backend can
 static void laprox_zero_rows(ggml_tensor * t, uint64_t row0, uint64_t n) {
-    if (n > 0) {
+    if (n > 0 && ggml_backend_buffer_is_host(t->buffer)) {
         ggml_backend_tensor_memset(t, 0, row0 * t->nb[1], n * t->nb[1]);
     }
 }

@@ -339,7 +339,9 @@ void laprox_kv::score(const laprox_score_params & sparams) {
 
     run.mask = make_mask(tensors, cells, run, n_cand + run.t0);
 
-    stats.n_layer_composed = 0;
+    if (!total) {
+        stats.n_layer_composed = 0; // of a total it is what accumulate() said
+    }
 
     std::vector<float> scores_new;
 
@@ -427,9 +429,9 @@ void laprox_kv::accumulate() {
     sparams.value     = LAPROX_VALUE_NONE;
     sparams.gqa       = LAPROX_GQA_MEAN;
 
-    stats.n_layer_composed = 0;
-
     for (uint32_t t0 = 0; t0 < n_window; t0 += LAPROX_BLOCK) {
+        stats.n_layer_composed = 0;
+
         score_run run = {};
 
         run.t0   = t0;

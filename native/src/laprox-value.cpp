@@ -183,7 +183,8 @@ std::vector<float> laprox_kv::output_norm(size_t ikv, const std::vector<float> &
     for_w_o(layer, laprox_n_step(layer), [&](ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * w, int64_t h0, int64_t n_h) {
         ggml_tensor * dst = ggml_view_2d(ctx, w_o, d * n_h, n_out, w_o->nb[1], h0 * d * w_o->nb[0]);
 
-        ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_transpose(ctx, w), dst));
+        // two steps: a backend's copy of a transposed tensor need not honour the strides of where it goes
+        ggml_build_forward_expand(gf, ggml_cpy(ctx, ggml_cont(ctx, ggml_transpose(ctx, w)), dst));
     });
 
     const int64_t n_step = std::max<int64_t>(16, LAPROX_N_TEMP / (n_in + n_out));
