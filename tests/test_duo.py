@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -21,12 +20,11 @@ from click.testing import CliRunner
 
 from laprox_llamacpp import Llama, calibrate, cli, demo, duo_profile, haystack
 from laprox_llamacpp.duo_profile import Profile, fingerprint, load, save
+from laprox_llamacpp.evaluate.cells import grid
+from laprox_llamacpp.evaluate.session import Session
 from laprox_llamacpp.methods.duo import Duo
 from laprox_llamacpp.observed import ObservedPrompt
 from laprox_llamacpp.policy import EvictionPolicy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import needles
 
 F64 = npt.NDArray[np.float64]
 ONE: dict[str, Any] = {"n_threads": 1, "n_threads_batch": 1}  # idle threads spin
@@ -447,25 +445,27 @@ def test_calibrated_heads_answer_and_the_reversed_do_not(qwen_path: Path, smol_p
     result = calibrate.duo(qwen_path)
     assert result.n_right == result.n_samples == 8
     reverse = tuple((il, h, -score) for il, h, score in result.profile.heads)
-    policies = []
     for name, profile in (("best", result.profile), ("worst", dataclasses.replace(result.profile, heads=reverse))):
         save(profile, tmp_path / name)
-        policies.append(Duo(profile=str(tmp_path / name)))
+    cells = grid([f"duo:profile={tmp_path / name}" for name in ("best", "worst")], ["0.5"])
     with pytest.raises(ValueError, match=rf"another model file \({qwen_path.name}\)"):
-        policies[0].check_model(str(smol_path))
+        cells[0].policy.check_model(str(smol_path))
 
-    llm = needles.Prefilled(str(qwen_path), n_ctx=2048, kv_evict=policies[0], budget=0.5, verbose=False)
+    session = Session(str(qwen_path), cells, n_ctx=2048, **ONE)
     known, right = 0, [0, 0]
     for i in range(6):
         facts = haystack.facts(3, seed=1000 + i, digits=7)
-        count: Callable[[str], int] = lambda text: len(llm.tokenize(text.encode(), add_bos=False))  # noqa: E731
+        count: Callable[[str], int] = lambda text: len(session.tokenize(text.encode(), add_bos=False))  # noqa: E731
         text = haystack.hide(facts, 1000, count, 1000 + i, depths=(0.3, 0.45, 0.6))  # beyond sinks and recent positions
         question, opening = demo.ask_for([facts[i % 3]])
-        llm.prefill(demo.chat_tokens(llm, f"{text}\n\n{question}", opening))
-        if facts[i % 3].number in llm.full():
+        session.prefill(demo.chat_tokens(session, f"{text}\n\n{question}", opening))
+        with session.under(None):
+            full = session.answer(16)
+        if facts[i % 3].number in full:
             known += 1
-            for j, policy in enumerate(policies):
-                right[j] += facts[i % 3].number in llm.evicted(policy, [0.5])[0]
-    llm.close()
+            for j, cell in enumerate(cells):
+                with session.under(cell):
+                    right[j] += facts[i % 3].number in session.answer(16)
+    session.close()
     assert known >= 5
     assert right[0] >= known - 1 and right[1] <= 1
