@@ -118,22 +118,21 @@ def time_ops(program: str, bandwidth: float) -> list[Check]:
     return checks
 
 
-def evict(model: str, tokens: list[int], n_gpu_layers: int, cuda: Cuda) -> dict[str, Any]:
-    """A prompt evicted at `BUDGET`: what was kept, and device memory before and after."""
+def evict(model: str, tokens: list[int], n_gpu_layers: int) -> dict[str, Any]:
+    """A prompt evicted at `BUDGET`: what was kept, and what it took."""
     llm = Llama(
         model, n_ctx=len(tokens) + 64, kv_evict="laprox", budget=BUDGET, n_gpu_layers=n_gpu_layers, verbose=False
     )
     try:
-        before = cuda.used()
         llm.eval(tokens)
-        return {"kept": llm.kv_kept(), "stats": llm.kv_stats(), "grown": cuda.used() - before}
+        return {"kept": llm.kv_kept(), "stats": llm.kv_stats()}
     finally:
         llm.close()
 
 
-def agreement(model: str, tokens: list[int], cuda: Cuda) -> list[Check]:
+def agreement(model: str, tokens: list[int]) -> list[Check]:
     """Kept sets of CPU and GPU on one prompt."""
-    cpu, gpu = (evict(model, tokens, n, cuda) for n in (0, -1))
+    cpu, gpu = (evict(model, tokens, n) for n in (0, -1))
     same = [len(np.intersect1d(cpu["kept"][k], gpu["kept"][k])) / len(cpu["kept"][k]) for k in cpu["kept"]]
     share, s = float(np.mean(same)), gpu["stats"]
     found = {"mean": share, "min": min(same), "heads": len(same)}
@@ -205,7 +204,7 @@ def main() -> int:
     checks = [Check("card", f"{card}, copies at {bandwidth / 1e9:.0f} GB/s", None, bandwidth)]
     steps = (
         lambda: test_ops(args.ops),
-        lambda: agreement(model, text(4096), cuda),
+        lambda: agreement(model, text(4096)),
         lambda: [memory(model, text(16384), cuda)],
         lambda: time_ops(args.ops, bandwidth),
         lambda: decode(model, list(LENGTHS)),

@@ -65,7 +65,7 @@ def test_steps_run_without_a_gpu(script: ModuleType, smol_path: Path) -> None:
             return self.held
 
     tokens = list(range(100, 900))
-    same, took = script.agreement(str(smol_path), tokens, Cuda())
+    same, took = script.agreement(str(smol_path), tokens)
     assert same.ok and same.data == {"mean": 1.0, "min": 1.0, "heads": 90}
     assert "KVStats" in took.seen
     freed = script.memory(str(smol_path), tokens, Cuda())
