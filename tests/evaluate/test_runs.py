@@ -1,0 +1,290 @@
+"""Runs of the evaluation harness and their command: records, resuming, shards, errors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from common import HEADS, fails
+
+from laprox_llamacpp import _native, cli
+from laprox_llamacpp.evaluate import runner
+from laprox_llamacpp.evaluate.cells import grid
+from laprox_llamacpp.evaluate.runner import Run
+from laprox_llamacpp.evaluate.task import Task
+
+TEXT = "continuation:tokens=64:n=6"
+
+
+def spec(path: Path, **changes: Any) -> Run:
+    run = Run(Task.parse(TEXT), path, ["laprox", "streaming"], ["0.6"], ["f16", "q4_0"], 2, n_threads=1)
+    return replace(run, **changes)
+
+
+def without_times(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By KV type and index."""
+
+    def bare(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: bare(v) for k, v in value.items() if not k.endswith(("_ms", "_s"))}
+        return value
+
+    return [bare(r) for r in sorted(records, key=lambda r: (r["kv_type"], r["index"]))]
+
+
+@pytest.fixture(scope="module")
+def unbroken(smol_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run from beginning to end."""
+    out = tmp_path_factory.mktemp("unbroken")
+    seen: list[tuple[int, int]] = []
+    records = runner.run(spec(smol_path), out, lambda done, total: seen.append((done, total)))
+    assert seen == [(i, 4) for i in range(5)]
+    assert without_times(records) == without_times(runner.read(out / "samples.jsonl"))
+    return out
+
+
+def test_records_hold_the_cells_of_each_sample(unbroken: Path) -> None:
+    records = runner.read(unbroken / "samples.jsonl")
+    assert [(r["kv_type"], r["index"]) for r in records] == [(t, i) for t in ("f16", "q4_0") for i in range(2)]
+    for record in records:
+        assert list(record["cells"]) == ["full", "laprox@0.6", "streaming@0.6"] and record["n_prompt"] == 64
+        full, laprox, streaming = record["cells"].values()
+        assert (full["kl"], full["top1"], full["rows"]) == (0.0, 1.0, HEADS * 64)
+        assert laprox["rows"] == streaming["rows"] == HEADS * 38  # 0.6 of 64
+        assert laprox["kl"] > 0 < streaming["kl"]
+    assert len({r["info"]["start"] for r in records if r["kv_type"] == "f16"}) == 2
+    f16, q4 = (sum(r["cells"]["full"]["kv_bytes"] for r in records if r["kv_type"] == t) for t in ("f16", "q4_0"))
+    assert q4 / f16 == (18 / 32) / 2
+
+
+def test_run_json_says_what_was_run(unbroken: Path, smol_path: Path) -> None:
+    head = json.loads((unbroken / "run.json").read_text())
+    assert head["setup"]["model_sha256"] == hashlib.sha256(smol_path.read_bytes()).hexdigest()
+    assert head["setup"]["options"] == {"tokens": 64, "n": 6, "haystack": "python", "seed": 0}
+    assert (head["setup"]["metric"], head["setup"]["higher"]) == ("kl", False)
+    assert head["made"]["llama_cpp_python"] == "0.3.36" and head["made"]["laprox_llamacpp"]
+    assert head["made"]["command"] and head["made"]["python"]
+    assert head["made"]["build"] == _native.build_info()
+
+
+def test_a_killed_run_goes_on(unbroken: Path, smol_path: Path, tmp_path: Path) -> None:
+    args = ["eval", TEXT, "--methods", "laprox,streaming", "--budgets", "0.6", "--kv-type", "f16,q4_0"]
+    args += ["--samples", "2", "--threads", "1", "--model", str(smol_path), "--out", str(tmp_path)]
+    child = subprocess.Popen([sys.executable, "-m", "laprox_llamacpp.cli", *args], stderr=subprocess.DEVNULL)
+    file, end = tmp_path / "samples.jsonl", time.monotonic() + 120
+    while not (file.exists() and file.read_bytes().count(b"\n") >= 1):
+        assert child.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    measured = runner.read(file)
+    assert 1 <= len(measured) < 4
+    with file.open("ab") as f:
+        f.write(b'{"index": 1, "kv_ty')  # what a kill may leave
+    assert runner.read(file) == measured
+    seen: list[int] = []
+    runner.run(spec(smol_path), tmp_path, lambda done, total: seen.append(done))
+    assert seen[0] == len(measured)
+    assert runner.read(file)[: len(measured)] == measured
+    assert without_times(runner.read(file)) == without_times(runner.read(unbroken / "samples.jsonl"))
+
+
+def test_shards_merge_to_the_whole_run(
+    unbroken: Path, smol_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want = without_times(runner.read(unbroken / "samples.jsonl"))
+    runner.run(spec(smol_path, shard=(0, 2)), tmp_path / "a")
+    runner.run(spec(smol_path, shard=(1, 2)), tmp_path / "b")
+    assert [p.name for p in (tmp_path / "b").glob("*.jsonl")] == ["samples-1-of-2.jsonl"]
+    out = ["--out", str(tmp_path / "ab")]
+    assert cli.main(["merge", str(tmp_path / "b"), *out]) == 0
+    assert capsys.readouterr().out == f"2 of 4 samples in {tmp_path / 'ab'}\n"
+    assert cli.main(["merge", str(tmp_path / "a"), str(tmp_path / "b"), *out]) == 0
+    assert capsys.readouterr().out == f"4 of 4 samples in {tmp_path / 'ab'}\n"
+    assert without_times(runner.read(tmp_path / "ab" / "samples.jsonl")) == want
+    # shards of one folder are merged where they are
+    (tmp_path / "a" / "samples-1-of-2.jsonl").write_bytes((tmp_path / "b" / "samples-1-of-2.jsonl").read_bytes())
+    assert cli.main(["merge", str(tmp_path / "a"), "--out", str(tmp_path / "a")]) == 0
+    assert [p.name for p in (tmp_path / "a").glob("*.jsonl")] == ["samples.jsonl"]
+    assert without_times(runner.read(tmp_path / "a" / "samples.jsonl")) == want
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"budgets": ["0.5"]}, "cells differ"),
+        ({"task": Task.parse("continuation:tokens=64:n=6:seed=1")}, "options differ"),
+        ({"kv_types": ["f16"]}, "kv_types differ"),
+        ({"task": Task.parse("needle")}, "task, options, metric, higher differ"),
+    ],
+)
+def test_the_folder_of_another_run_is_refused(
+    unbroken: Path, smol_path: Path, changes: dict[str, Any], says: str
+) -> None:
+    before = {p.name: p.read_bytes() for p in unbroken.iterdir()}
+    with pytest.raises(ValueError, match=re.escape(f"holds another run ({says})")) as e:
+        runner.run(spec(smol_path, **changes), unbroken)
+    assert "\n" not in str(e.value)
+    assert before == {p.name: p.read_bytes() for p in unbroken.iterdir()}
+
+
+def test_merge_refuses_other_runs_and_other_folders(unbroken: Path, tmp_path: Path) -> None:
+    head = json.loads((unbroken / "run.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ValueError, match=r"holds no run\.json"):
+        runner.merge([other], tmp_path / "out")
+    head["setup"]["model_sha256"] = "0" * 64
+    (other / "run.json").write_text(json.dumps(head))
+    with pytest.raises(ValueError, match=r"other holds another run than .*\(model_sha256 differ\)"):
+        runner.merge([unbroken, other], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_written_to_is_refused(unbroken: Path, smol_path: Path) -> None:
+    file = unbroken / "samples.jsonl"
+    before = file.read_bytes()
+    with file.open("a") as f:
+        fcntl = pytest.importorskip("fcntl")
+        fcntl.flock(f, fcntl.LOCK_EX)
+        for write in (lambda: runner.run(spec(smol_path), unbroken), lambda: runner.merge([unbroken], unbroken)):
+            with pytest.raises(ValueError, match="another eval is writing"):
+                write()
+    assert file.read_bytes() == before
+    assert runner.merge([unbroken], unbroken)[0] == len(before.splitlines())
+
+
+def test_more_samples_go_on_with_a_finished_run(unbroken: Path, smol_path: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(unbroken, copy)
+    before = (copy / "samples.jsonl").read_bytes()
+    n = spec(smol_path).n_samples
+    records = runner.run(spec(smol_path, n_samples=n + 1), copy)
+    assert {r["index"] for r in records} == set(range(n + 1))
+    assert (copy / "samples.jsonl").read_bytes().startswith(before)
+    assert json.loads((copy / "run.json").read_text())["setup"]["n_samples"] == n + 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_path": Path(__file__)},
+        {"methods": ["duo:profile=/nowhere"]},
+        {"task": Task.parse("needle:haystack=/nowhere")},
+    ],
+)
+def test_nothing_is_left_of_a_run_that_cannot_begin(smol_path: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        runner.run(spec(smol_path, **changes), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_prompt_beyond_the_models_context(smol_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the model was trained for 8192"):
+        runner.run(spec(smol_path, task=Task.parse("needle:tokens=9000")), tmp_path / "out")
+
+
+def test_a_damaged_record_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    file.write_text('{"index": 0}\n\0\0\n{"index": 1}\n')
+    with pytest.raises(ValueError, match=r"line 2 of .*samples\.jsonl is no record") as e:
+        runner.read(file)
+    assert "\n" not in str(e.value)
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["nonsense"], "unknown task 'nonsense', expected one of continuation,"),
+        (["needle:kind=double"], "unknown kind 'double', expected one of single,"),
+        (["needle:value=date"], "unknown value 'date'"),
+        (["needle:tokens=12"], "tokens is 12, expected an integer >= 128"),
+        (["needle:depths=10+101"], "depths is '10+101', expected percents"),
+        (["needle:open_answer=maybe"], "unknown open_answer 'maybe'"),
+        (["needle:speed=1"], "unknown option 'speed'"),
+        (["continuation:n=1"], "n is 1, expected an integer >= 2"),
+        (["multi_question:questions=11"], "questions is 11, expected at most 10"),
+        (["multi_question:digits=1"], "digits is 1, expected an integer >= 2"),
+        (["multi_question:aware=perhaps"], "unknown aware 'perhaps'"),
+        (["similarity:n=0"], "n is 0, expected an integer >= 1"),
+        (["needle", "--methods", "snap"], "unknown eviction method 'snap'"),
+        (["needle", "--budgets", "0.1,2.0"], "budget is '2.0', expected a fraction"),
+        (["needle", "--budgets", " , "], "no budgets, expected at least one such as 0.1"),
+        (
+            ["needle", "--methods", "laprox,snapkv:window=16"],
+            "methods with windows of 16, 32 tokens, expected one window",
+        ),
+        (["needle", "--kv-type", "f16,q9"], "--kv-type 'q9' is unknown, expected one of f32, f16,"),
+        (["needle", "--kv-type", ""], "--kv-type is empty, expected one of"),
+        (["needle", "--shard", "2/2"], "--shard is '2/2', expected I/N with I from 0 to N-1"),
+        (["needle", "--shard", "half"], "--shard is 'half'"),
+        (["needle", "--samples", "0"], "--samples"),
+        (["needle", "--model", "/no/such.gguf"], "/no/such.gguf"),
+        (["needle:haystack=/no/such.txt"], "haystack '/no/such.txt' cannot be read as UTF-8 text"),
+    ],
+)
+def test_errors_of_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path, args: list[str], says: str) -> None:
+    assert says in fails(capsys, "eval", *args, "--out", str(tmp_path / "out"))
+
+
+def test_eval_needs_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--out" in fails(capsys, "eval", "needle")
+
+
+def test_short_haystacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, out = tmp_path / "short.txt", str(tmp_path / "out")
+    file.write_text("one line\nand another")
+    for task in ("needle", "continuation", "similarity", "multi_question"):
+        err = fails(capsys, "eval", f"{task}:haystack={file}", "--out", out, "--threads", "1")
+        assert "holds 1 paragraphs, expected a long text with blank lines" in err
+        assert not (tmp_path / "out").exists()
+    file.write_text("one line\n\nand another")
+    err = fails(capsys, "eval", f"continuation:haystack={file}", "--out", out, "--threads", "1")
+    assert re.search(r"short\.txt' has \d tokens, expected at least 2304", err)
+
+
+def test_eval_on_ray(
+    smol_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["eval", TEXT, "--model", str(smol_path), "--methods", "full", "--samples", "2", "--shard", "0/2"]
+    args += ["--threads", "1", "--ray", "head:6379", "--out", str(tmp_path)]
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "--ray needs Ray, which is not installed: pip install ray" in fails(capsys, *args)
+    calls: list[Any] = []
+
+    def remote(**options: Any) -> Callable[..., Any]:
+        calls.append(options)
+        return lambda f: SimpleNamespace(remote=lambda *a: lambda: f(*a))
+
+    ray = SimpleNamespace(
+        init=lambda **options: calls.append(options), remote=remote, get=lambda refs: [ref() for ref in refs]
+    )
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert cli.main(args) == 0
+    assert calls == [{"address": "head:6379", "ignore_reinit_error": True}, {"num_cpus": 1}]
+    shards = [runner.read(tmp_path / f"samples-{i}-of-2.jsonl") for i in range(2)]
+    assert [[r["index"] for r in shard] for shard in shards] == [[0], [1]]
+    assert list(shards[0][0]["cells"]) == ["full"]
+
+
+def test_cells() -> None:
+    assert [c.name for c in grid(["full", "laprox", "snapkv:pool=7"], ["0.05", "64", "1MiB"])] == [
+        f"{m}@{b}" for m in ("laprox", "snapkv:pool=7") for b in ("0.05", "64", "1MiB")
+    ]
+    assert [c.name for c in grid(["laprox", "laprox"], ["0.1", "10%"])] == ["laprox@0.1"]
+    assert grid(["full"], []) == grid([], ["0.1"]) == []
