@@ -10,7 +10,7 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import llama_cpp
 
 from .. import __version__, _native, gguf_check
 from .cells import FULL, Cell, grid
+from .records import width
 from .session import Session
 from .task import Task
 
@@ -40,7 +41,7 @@ class Run:
         task: the task with its options.
         model_path: a GGUF file.
         methods, budgets: the grid of cells; the full cache is always measured, first.
-        kv_types: types of K and V, one context each.
+        kv_types: types of K and V, one context each; all are open together.
         n_samples: samples of the whole run, over all shards.
         shard: (i, n): samples with index % n == i.
         n_threads: for prefill and decode.
@@ -61,6 +62,11 @@ class Run:
     def cells(self) -> list[Cell]:
         """Of every sample and KV type."""
         return grid(self.methods, self.budgets)
+
+    @property
+    def widest(self) -> str:
+        """The KV type whose full cache the others are held against."""
+        return min(self.kv_types, key=width)
 
     def setup(self) -> dict[str, Any]:
         """What makes two runs the same: only such records may be in one folder."""
@@ -129,20 +135,24 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
 
 
 def _run(spec: Run, file: Path, f: TextIO, on_sample: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    records = {(r["kv_type"], r["index"]): r for r in read(file)}
+    records = {(r["kv_type"], r["index"]): r for r in read(file) if _is_of(spec, r)}
     _drop_torn_line(file)
     i, n = spec.shard
-    todo = [(t, s) for t in spec.kv_types for s in range(spec.n_samples) if s % n == i and (t, s) not in records]
-    total = len(todo) + len(records)
+    missing = {s: [t for t in spec.kv_types if (t, s) not in records] for s in range(spec.n_samples) if s % n == i}
+    total = len(records) + sum(map(len, missing.values()))
     on_sample(len(records), total)
-    for kv_type in spec.kv_types:
-        indices = [s for t, s in todo if t == kv_type]
-        for record in _measure(spec, kv_type, indices) if indices else ():
-            records[kv_type, record["index"]] = record
-            f.write(json.dumps(record) + "\n")
-            f.flush()
-            on_sample(len(records), total)
+    for record in _measure(spec, missing):
+        records[record["kv_type"], record["index"]] = record
+        f.write(json.dumps(record) + "\n")
+        f.flush()
+        on_sample(len(records), total)
     return list(records.values())
+
+
+def _is_of(spec: Run, record: dict[str, Any]) -> bool:
+    """Whether a record counts: earlier versions held a narrow type against its own full cache; it is measured again."""
+    widest = spec.widest
+    return not spec.task.against_full or record["kv_type"] == widest or record.get("reference") == widest
 
 
 @contextmanager
@@ -156,31 +166,58 @@ def _alone(f: TextIO, file: Path) -> Iterator[None]:
     yield
 
 
-def _measure(spec: Run, kv_type: str, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-    session = Session(
-        str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
-        n_threads=spec.n_threads, n_threads_batch=spec.n_threads, watch=spec.task.watch,
-        n_gpu_layers=spec.n_gpu_layers,
-    )  # fmt: skip
+def _measure(spec: Run, missing: Mapping[int, Sequence[str]]) -> Iterator[dict[str, Any]]:
+    """Records of the samples and KV types that are missing, sample by sample; a session of each type stays open."""
+    sessions: dict[str, Session] = {}
+
+    def session(kv_type: str) -> Session:
+        if kv_type not in sessions:
+            sessions[kv_type] = Session(
+                str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
+                n_threads=spec.n_threads, n_threads_batch=spec.n_threads, watch=spec.task.watch,
+                n_gpu_layers=spec.n_gpu_layers,
+            )  # fmt: skip
+        return sessions[kv_type]
+
     try:
-        for index in indices:
-            sample = spec.task.sample(session, index)
-            session.prefill(sample.tokens)
-            with session.under(None):
-                measured = {FULL: {**spec.task.measure(session, sample), **session.cost()}}
-            for cell in spec.cells:
-                with session.under(cell):
-                    measured[cell.name] = {**spec.task.measure(session, sample), **session.cost()}
-            yield {
-                "index": index,
-                "kv_type": kv_type,
-                "n_prompt": len(sample.tokens),
-                "prefill_s": round(session.prefill_s, 3),
-                "info": sample.info,
-                "cells": measured,
-            }
+        for index, kv_types in missing.items():
+            yield from _measure_sample(spec, index, kv_types, session)
     finally:
-        session.close()
+        for made in sessions.values():
+            made.close()
+
+
+def _measure_sample(
+    spec: Run, index: int, kv_types: Sequence[str], session: Callable[[str], Session]
+) -> Iterator[dict[str, Any]]:
+    """One sample with each type, the widest first: what the task keeps of its full cache is what all are held against.
+
+    The sample lives as long as this generator: what it keeps may be large.
+    """
+    todo = sorted(kv_types, key=width)
+    if todo and spec.task.against_full and todo[0] != spec.widest:
+        todo.insert(0, spec.widest)  # its record is there, what it was measured on is not
+    sample = None
+    for kv_type in todo:
+        on = session(kv_type)
+        sample = sample or spec.task.sample(on, index)
+        on.prefill(sample.tokens)
+        with on.under(None):
+            measured = {FULL: {**spec.task.measure(on, sample), **on.cost()}}
+        if kv_type not in kv_types:
+            continue
+        for cell in spec.cells:
+            with on.under(cell):
+                measured[cell.name] = {**spec.task.measure(on, sample), **on.cost()}
+        yield {
+            "index": index,
+            "kv_type": kv_type,
+            **({"reference": spec.widest} if spec.task.against_full else {}),
+            "n_prompt": len(sample.tokens),
+            "prefill_s": round(on.prefill_s, 3),
+            "info": sample.info,
+            "cells": measured,
+        }
 
 
 def _claim(file: Path, setup: dict[str, Any]) -> None:

@@ -18,7 +18,8 @@ class Sample:
         index: number of the sample; with the task's seed it decides everything about it.
         tokens: the prompt, window last.
         info: what the record says about the sample (depth, kind, expected answers ...), JSON values.
-        memo: for the task itself: what `measure` keeps from the full cache for the cells after it.
+        memo: for the task itself: what `measure` keeps from the first full cache for what is measured after it, which
+            are the cells, then the narrower KV types.
     """
 
     index: int
@@ -31,13 +32,14 @@ class Task:
     """A kind of measurement. Subclasses are dataclasses whose fields are the options on the command line.
 
     `metric` names what tables and plots show, `higher` says whether more of it is better, `watch` whether the task
-    looks at attention outputs.
+    looks at attention outputs, `against_full` whether `measure` compares with what it kept of the widest full cache.
     """
 
     name: ClassVar[str]
     metric: ClassVar[str]
     higher: ClassVar[bool] = True
     watch: ClassVar[bool] = False
+    against_full: ClassVar[bool] = False
 
     @classmethod
     def parse(cls, spec: str) -> Task:
@@ -63,5 +65,5 @@ class Task:
         raise NotImplementedError
 
     def measure(self, session: Session, sample: Sample) -> Mapping[str, Any]:
-        """Numbers and texts for the cache as it is; called with the full cache first. Must hold `metric`."""
+        """Numbers and texts for the cache as it is; called with the widest full cache first. Must hold `metric`."""
         raise NotImplementedError

@@ -10,20 +10,24 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from common import HEADS, fails
+from common import HEADS, ONE, fails
 
 from laprox_llamacpp import _native, cli
 from laprox_llamacpp.evaluate import runner
 from laprox_llamacpp.evaluate.cells import grid
 from laprox_llamacpp.evaluate.runner import Run
-from laprox_llamacpp.evaluate.task import Task
+from laprox_llamacpp.evaluate.session import Session
+from laprox_llamacpp.evaluate.task import Sample, Task
+from laprox_llamacpp.evaluate.tasks.continuation import Continuation
 
 TEXT = "continuation:tokens=64:n=6"
 
@@ -57,16 +61,90 @@ def unbroken(smol_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_records_hold_the_cells_of_each_sample(unbroken: Path) -> None:
     records = runner.read(unbroken / "samples.jsonl")
-    assert [(r["kv_type"], r["index"]) for r in records] == [(t, i) for t in ("f16", "q4_0") for i in range(2)]
+    assert [(r["kv_type"], r["index"]) for r in records] == [(t, i) for i in range(2) for t in ("f16", "q4_0")]
     for record in records:
         assert list(record["cells"]) == ["full", "laprox@0.6", "streaming@0.6"] and record["n_prompt"] == 64
         full, laprox, streaming = record["cells"].values()
-        assert (full["kl"], full["top1"], full["rows"]) == (0.0, 1.0, HEADS * 64)
+        assert full["rows"] == HEADS * 64 and record["reference"] == "f16"
+        assert (full["kl"], full["top1"]) == (0.0, 1.0) or (record["kv_type"] == "q4_0" and full["kl"] > 0)
         assert laprox["rows"] == streaming["rows"] == HEADS * 38  # 0.6 of 64
         assert laprox["kl"] > 0 < streaming["kl"]
     assert len({r["info"]["start"] for r in records if r["kv_type"] == "f16"}) == 2
     f16, q4 = (sum(r["cells"]["full"]["kv_bytes"] for r in records if r["kv_type"] == t) for t in ("f16", "q4_0"))
     assert q4 / f16 == (18 / 32) / 2
+
+
+def test_a_narrow_cache_is_held_against_the_widest(unbroken: Path, smol_path: Path) -> None:
+    task = spec(smol_path).task
+    rows: dict[str, Any] = {}
+    for kv_type in ("f16", "q4_0"):
+        session = Session(str(smol_path), [], n_ctx=task.n_ctx, type_k=kv_type, type_v=kv_type, **ONE)
+        sample = task.sample(session, 1)
+        session.prefill(sample.tokens)
+        rows[kv_type] = np.stack(list(session.logprobs(sample.memo["after"][:-1]))).astype(np.float64)
+        session.close()
+    kl = (np.exp(rows["f16"]) * (rows["f16"] - rows["q4_0"])).sum(axis=1).mean()
+    record = next(r for r in runner.read(unbroken / "samples.jsonl") if (r["kv_type"], r["index"]) == ("q4_0", 1))
+    assert record["cells"]["full"]["kl"] == pytest.approx(kl, rel=1e-6) and kl > 1e-4
+
+
+@pytest.mark.parametrize("done", [[("f16", 0)], [("f16", 0), ("f16", 1)], [("f16", 0), ("q4_0", 0), ("f16", 1)]])
+def test_a_run_that_ended_between_two_types_goes_on(
+    unbroken: Path, smol_path: Path, tmp_path: Path, done: list[tuple[str, int]]
+) -> None:
+    want = runner.read(unbroken / "samples.jsonl")
+    shutil.copy(unbroken / "run.json", tmp_path)
+    kept = [r for r in want if (r["kv_type"], r["index"]) in done]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in kept))
+    runner.run(spec(smol_path), tmp_path)
+    got = runner.read(tmp_path / "samples.jsonl")
+    assert got[: len(kept)] == kept and len(got) == len(want)
+    assert without_times(got) == without_times(want)
+
+
+def test_a_narrow_cache_that_was_held_against_itself_is_measured_again(
+    unbroken: Path, smol_path: Path, tmp_path: Path
+) -> None:
+    want = runner.read(unbroken / "samples.jsonl")
+    shutil.copy(unbroken / "run.json", tmp_path)
+    former = [{k: v for k, v in r.items() if k != "reference"} for r in want]  # as earlier versions wrote them
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in former))
+    seen: list[tuple[int, int]] = []
+    records = runner.run(spec(smol_path), tmp_path, lambda done, total: seen.append((done, total)))
+    assert seen == [(2, 4), (3, 4), (4, 4)]
+    assert [r.get("reference") for r in sorted(records, key=lambda r: str(r["kv_type"]))] == [None, None, "f16", "f16"]
+
+
+def test_the_widest_cache_is_measured_again_only_where_it_is_needed(
+    smol_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    init = Session.__init__
+    monkeypatch.setattr(Session, "__init__", lambda self, *a, **k: (made.append(k["type_k"]), init(self, *a, **k))[1])
+    needle = spec(smol_path, task=Task.parse("needle:tokens=128:max_tokens=2"), methods=[], n_samples=1)
+    for run, want in ((needle, ["q4_0"]), (spec(smol_path, methods=[], n_samples=1), ["f16", "q4_0"])):
+        out = tmp_path / run.task.name
+        runner.run(run, out)
+        wide = next(r for r in runner.read(out / "samples.jsonl") if r["kv_type"] == "f16")
+        (out / "samples.jsonl").write_text(json.dumps(wide) + "\n")
+        made.clear()
+        runner.run(run, out)
+        assert made == want and ("reference" in wide) == run.task.against_full
+
+
+def test_a_sample_is_gone_before_the_next(smol_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[Sample]] = []
+    sample = Continuation.sample
+
+    def watched(self: Continuation, session: Session, index: int) -> Sample:
+        assert not any(ref() for ref in alive)
+        made = sample(self, session, index)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(Continuation, "sample", watched)
+    runner.run(spec(smol_path, methods=[]), tmp_path / "out")
+    assert len(alive) == 2  # one for both KV types
 
 
 def test_run_json_says_what_was_run(unbroken: Path, smol_path: Path) -> None:

@@ -35,6 +35,7 @@ class Continuation(Task):
     name: ClassVar[str] = "continuation"
     metric: ClassVar[str] = "kl"
     higher: ClassVar[bool] = False
+    against_full: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         int_at_least("tokens", self.tokens, 64)

@@ -35,6 +35,7 @@ class Similarity(Task):
     name: ClassVar[str] = "similarity"
     metric: ClassVar[str] = "cosine"
     watch: ClassVar[bool] = True
+    against_full: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         int_at_least("tokens", self.tokens, 64)
