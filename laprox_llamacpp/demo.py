@@ -153,7 +153,7 @@ def _answer(llm: Llama, prompt: Prompt, cache: str) -> Row:
     return Row(
         cache=cache,
         answer=answer,
-        n_right=sum(f.number in answer for f in prompt.facts),
+        n_right=sum(haystack.says(answer, f.number) for f in prompt.facts),
         stats=stats,
         kv_bytes=stats.bytes_now,
         needles_kept=_share(llm, prompt.needles) if stats.evicted else None,

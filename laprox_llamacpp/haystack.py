@@ -85,3 +85,8 @@ def hide(
     for at, sentence in places:
         chosen.insert(at, sentence)
     return "\n\n".join(chosen)
+
+
+def says(text: str, value: str) -> bool:
+    """Whether `value` stands in `text` by itself, in any case: "9245" does not stand in "92456"."""
+    return re.search(rf"(?<!\w){re.escape(value)}(?!\w)", text, re.IGNORECASE) is not None

@@ -7,6 +7,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..llama import Llama
 
 PYTHON, CODE = "python", "code"
 _MODULES = "argparse ast calendar configparser csv difflib doctest fractions heapq inspect logging pdb statistics"
+_GOLDEN = (5**0.5 - 1) / 2
 _SPACE = re.compile(r"(?<=[^ ]) ")  # a word keeps the further spaces before it
 
 
@@ -50,13 +52,16 @@ def shuffled(name: str, rng: random.Random, n_words: int) -> list[str]:
     return words
 
 
-def stretch(llm: Llama, name: str, rng: random.Random, n_tokens: int) -> tuple[int, list[int]]:
-    """`n_tokens` tokens of the source from a random paragraph on, and the number of that paragraph.
+def stretch(llm: Llama, name: str, seed: int, index: int, n_tokens: int) -> tuple[int, list[int]]:
+    """`n_tokens` tokens of the source from a paragraph on, and the number of that paragraph.
 
-    Paragraphs keep their order, and the text begins again after the last one. Raises ValueError when it is too short.
+    Whatever the number of samples, their starts are spread evenly over the text (multiples of the golden section, from
+    a random place on), so that they share as little of it as can be. Paragraphs keep their order, and the text begins
+    again after the last one. Raises ValueError when it is too short.
     """
     pool = source(name)
-    start = rng.randrange(len(pool))
+    place = (random.Random(seed).random() + index * _GOLDEN) % 1 * sum(map(len, pool))
+    start = next((i for i, end in enumerate(accumulate(map(len, pool))) if place < end), 0)
     text = "\n\n".join(pool[start:] + pool[:start])
     tokens: list[int] = llm.tokenize(text.encode())[:n_tokens]
     if len(tokens) < n_tokens:

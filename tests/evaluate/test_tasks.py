@@ -38,6 +38,16 @@ def test_longest_prompt(session: Session) -> None:
         texts.longest(words, 3, build)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("n", [10, 20])
+def test_stretches_are_spread_over_the_text(session: Session, seed: int, n: int) -> None:
+    pool = texts.source("code")
+    at = np.cumsum([0, *map(len, pool)]) / sum(map(len, pool))
+    starts = sorted(at[texts.stretch(session, "code", seed, index, 64)[0]] for index in range(n))
+    gaps = np.diff([*starts, starts[0] + 1])
+    assert gaps.min() > 0.3 / n and gaps.max() < 2 / n  # at random: the least of 20 is 0.05 / n on average
+
+
 def test_spaces_of_a_haystack_stay(tmp_path: Path) -> None:
     paragraphs = ["def f(x):\n    return  x", "    indented   text."]
     (tmp_path / "code.txt").write_text("\n\n".join(paragraphs))
@@ -119,7 +129,8 @@ def test_score_of_a_needle_and_the_opened_answer(session: Session, monkeypatch: 
     name = sample.info["sentences"][0].split(" for ")[1].split(" is ")[0]
     assert text_of(session, sample).endswith(f"assistant\nThe special magic words for {name} are")
     first, second, _ = sample.info["expected"]
-    for answer, score in ((f" {first.upper()} and {second}.", 2 / 3), ("nothing", 0.0)):
+    answers = {f" {first.upper()} and {second}.": 2 / 3, f"{first}s, un{second}, {first}1": 0.0, f"({first})": 1 / 3}
+    for answer, score in (answers | {"nothing": 0.0}).items():
         monkeypatch.setattr(session, "answer", lambda n, answer=answer: answer)
         assert task.measure(session, sample) == {"text": answer.strip(), "score": score}
 
@@ -243,7 +254,7 @@ def test_scores_of_questions(session: Session, monkeypatch: pytest.MonkeyPatch, 
     sample = task.sample(session, 0)
     session._tokens, session._end = sample.tokens, len(sample.tokens)
     first, second = sample.info["expected"]
-    answers = iter([first, "no", f"it is {first}.", second] if aware == "yes" else [first, "no", second, first])
+    answers = iter([first, f"{second}0", f"it is {first}.", second] if aware == "yes" else [first, "no", second, first])
     for name in ("answer", "ask"):
         monkeypatch.setattr(session, name, lambda *a: next(answers))
     monkeypatch.setattr(session, "cut", lambda end: None)

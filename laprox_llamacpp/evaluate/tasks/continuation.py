@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,8 +22,8 @@ class Continuation(Task):
     Leibler divergence from the full cache in nats, `nll` the mean negative log-likelihood, `top1` the share of tokens
     whose best guess is the full cache's.
 
-    Options: tokens of the prefix, n tokens after it, haystack ("python": its documentation, topic after topic, or a
-    text file), seed.
+    Options: tokens of the prefix, n tokens after it, haystack ("python": its documentation, topic after topic, "code":
+    modules of its library, or a text file), seed.
     """
 
     tokens: int = 2048
@@ -51,9 +50,8 @@ class Continuation(Task):
         return self.tokens + self.n + 64
 
     def sample(self, session: Session, index: int) -> Sample:
-        """A stretch of the text, from a random paragraph on; paragraphs keep their order."""
-        rng = random.Random(f"{self.seed}/{index}")
-        start, tokens = stretch(session, self.haystack, rng, self.tokens + self.n)
+        """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
+        start, tokens = stretch(session, self.haystack, self.seed, index, self.tokens + self.n)
         after = tokens[self.tokens :]
         info = {"start": start, "after": session.detokenize(after).decode("utf-8", errors="replace")}
         return Sample(index, tokens[: self.tokens], info, {"after": after})

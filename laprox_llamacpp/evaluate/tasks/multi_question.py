@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...haystack import says
 from ...parts.options import int_at_least, one_of
 from ..session import Session
 from ..task import Sample, Task
@@ -96,7 +97,7 @@ class MultiQuestion(Task):
         for order in info["orders"]:
             session.cut(end)
             answers.append(self._conversation(session, sample, order))
-            right.append([info["expected"][q] in a for q, a in zip(order, answers[-1])])
+            right.append([says(a, info["expected"][q]) for q, a in zip(order, answers[-1])])
         flat = [
             (q == 0 and self.aware == "yes", r) for order, row in zip(info["orders"], right) for q, r in zip(order, row)
         ]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...haystack import says
 from ...parts.options import int_at_least, one_of
 from ..session import Session
 from ..task import Sample, Task
@@ -46,11 +47,11 @@ class Needle(Task):
     kind: single (one sentence), multikey (4 with other names, one asked for), multivalue (3 values of one name),
     multiquery (4 names, two asked for), reversed (the value stands before its name), paraphrase (no word of content in
     common with the question). Several with "+" between: samples take them in turn. The score is the share of the
-    expected values that the answer holds.
+    expected values that the answer holds, as words of their own.
 
     Options: tokens of the prompt, kind, value (number, word, uuid), digits of a number, depths in percent with "+"
-    between (in turn), haystack ("python" or a text file), open_answer ("yes": the answer is begun for the model, which
-    small ones need), max_tokens of the answer, seed.
+    between (in turn), haystack ("python": its documentation, "code": modules of its library, or a text file),
+    open_answer ("yes": the answer is begun for the model, which small ones need), max_tokens of the answer, seed.
     """
 
     tokens: int = 2048
@@ -108,7 +109,7 @@ class Needle(Task):
         """The answer, and the share of the expected values in it."""
         text = session.answer(self.max_tokens).strip()
         expected = sample.info["expected"]
-        return {"text": text, "score": sum(v.lower() in text.lower() for v in expected) / len(expected)}
+        return {"text": text, "score": sum(says(text, v) for v in expected) / len(expected)}
 
     def _question(self, kind: str, rng: random.Random) -> Question:
         what = {"number": "number", "word": "word", "uuid": "code"}[self.value]

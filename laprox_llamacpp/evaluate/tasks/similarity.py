@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,8 +22,8 @@ class Similarity(Task):
     evictable layers and the steps; `by_layer` [n_layer] and `by_step` [n] have its means over the other. `layers`
     numbers them in the model. The engine computes the outputs, in the same graph that answers.
 
-    Options: tokens of the prompt, n steps, haystack ("python": its documentation, topic after topic, or a text file),
-    seed.
+    Options: tokens of the prompt, n steps, haystack ("python": its documentation, topic after topic, "code":
+    modules of its library, or a text file), seed.
     """
 
     tokens: int = 2048
@@ -51,9 +50,8 @@ class Similarity(Task):
         return self.tokens + self.n + 64
 
     def sample(self, session: Session, index: int) -> Sample:
-        """A stretch of the text, from a random paragraph on; paragraphs keep their order."""
-        rng = random.Random(f"{self.seed}/{index}")
-        start, tokens = stretch(session, self.haystack, rng, self.tokens)
+        """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
+        start, tokens = stretch(session, self.haystack, self.seed, index, self.tokens)
         return Sample(index, tokens, {"start": start, "layers": [il for il, _ in session._layers]})
 
     def measure(self, session: Session, sample: Sample) -> Mapping[str, Any]:
