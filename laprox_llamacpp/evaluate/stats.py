@@ -22,6 +22,12 @@ DIVERGENCE = "kl"  # zero for the full cache by definition
 NEEDS_FULL = ("needle", "ruler")
 LEAST_FULL = 0.2  # a model whose full cache scores less cannot do the task
 FEW = 10  # below this, a standard error is itself too uncertain to rank methods by
+LEVEL = 0.05  # a difference is clear when chance alone makes one as large less often than this
+_NAMED = 4  # cells that share a note, one by one
+# tasks that measure a distance from the widest full cache of the run
+AGAINST_FULL = ("continuation", "similarity")
+COSTS = ("kv_bytes", "rows", "score_ms", "plan_ms")
+NLL = "nll"
 
 
 @dataclass(frozen=True)
@@ -56,21 +62,45 @@ class Key:
 
 @dataclass(frozen=True)
 class Difference:
-    """Method minus reference at one budget, over the samples that have both."""
+    """Cell minus another one, over the prompts that both have; `p` as `chance`."""
 
     kind: str
     key: Key
-    against: str
+    against: Key
     value: Mean
+    p: float
 
     @property
     def clear(self) -> bool:
-        """Whether zero is more than two standard errors away, with enough samples for that to mean something."""
-        return self.value.n >= FEW and abs(self.value.mean) > 2 * self.value.sem
+        """Whether chance hardly makes it, with enough samples for that to mean something."""
+        return self.value.n >= FEW and self.p < LEVEL
+
+
+def chance(differences: Sequence[float]) -> float:
+    """Probability of a mean at least this far from zero, on either side, if there were no effect.
+
+    Answers that are right or wrong differ by -1, 0 or 1: the exact sign test (McNemar's). Other numbers: Student's t
+    with n - 1 degrees of freedom, whose distribution is a finite sum (Abramowitz and Stegun 26.7.3 and 26.7.4).
+    """
+    mean = Mean.of(differences)
+    if all(d in (-1, 0, 1) for d in differences):
+        n, fewer = sum(map(bool, differences)), min(differences.count(1), differences.count(-1))
+        return min(1.0, 2 * sum(math.comb(n, i) for i in range(fewer + 1)) / float(2**n))
+    if mean.n < 2:
+        return 1.0
+    df = mean.n - 1
+    angle = math.atan2(abs(mean.mean) / mean.sem, math.sqrt(df)) if mean.sem else math.pi / 2
+    sine, cosine = math.sin(angle), math.cos(angle)
+    first = df % 2  # the sum is over even powers of the cosine, or over odd ones
+    term, total = (cosine if first else 1.0), 0.0
+    for power in range(first, df - 1, 2):
+        total += term
+        term *= cosine**2 * (power + 1) / (power + 2)
+    return 1 - (2 / math.pi * (angle + sine * total) if first else sine * total)
 
 
 class Experiment:
-    """One task with its options on one model: the runs that differ only in seed, cells, KV types and samples."""
+    """One task with its options on one model: run folders as `_experiments` joins them."""
 
     def __init__(self, folders: Sequence[Folder]) -> None:
         self.folders = list(folders)
@@ -196,22 +226,33 @@ class Experiment:
         values = (s.value(cell, self.metric) for s in self.samples for cell in s.cells)
         return all(low <= v <= high for v in values if v is not None)
 
-    def differences(self, against: str = REFERENCE, kv_type: str | None = None) -> list[Difference]:
-        """Every cell minus the one of method `against` ("full" or a method) at the same budget, sample by sample."""
-        out = []
-        for kind in self.kinds:
-            for t in self.kv_types if kv_type is None else [kv_type]:
-                for key in self.keys(t):
-                    other = Key(t, against, "" if against == FULL else key.budget).name
-                    if key.method in (FULL, against):
-                        continue
-                    pairs = [
-                        (s.value(key.name, self.metric), s.value(other, self.metric)) for s in self.counted(t, kind)
-                    ]
-                    value = Mean.of(a - b for a, b in pairs if a is not None and b is not None)
-                    if value.n:
-                        out.append(Difference(kind, key, against, value))
-        return out
+    def difference(self, key: Key, against: Key, kind: str = ALL_KINDS, metric: str | None = None) -> Difference:
+        """One cell minus another, prompt by prompt; the KV types may differ, too."""
+        ours, theirs = (
+            {s.id: s.value(k.name, metric or self.metric) for s in self.counted(k.kv_type, kind)}
+            for k in (key, against)
+        )
+        pairs = [(a, theirs.get(id)) for id, a in ours.items()]
+        values = [a - b for a, b in pairs if a is not None and b is not None]
+        return Difference(kind, key, against, Mean.of(values), chance(values))
+
+    def differences(
+        self, against: str = REFERENCE, kv_type: str | None = None, metric: str | None = None
+    ) -> list[Difference]:
+        """Every cell minus the one of method `against` ("full" or a method) at the same budget and KV type."""
+        found = (
+            self.difference(key, Key(t, against, "" if against == FULL else key.budget), kind, metric)
+            for kind in self.kinds
+            for t in (self.kv_types if kv_type is None else [kv_type])
+            for key in self.keys(t)
+            if key.method not in (FULL, against)
+        )
+        return [d for d in found if d.value.n]
+
+    def perplexity(self, key: Key, kind: str = ALL_KINDS) -> Mean:
+        """exp of the mean negative log-likelihood; the standard error to first order."""
+        m = self.mean(key, kind, NLL)
+        return Mean(m.n, math.exp(m.mean), math.exp(m.mean) * m.sem)
 
     def byte_share(self, key: Key) -> Mean:
         """KV bytes of a cell over those of the widest full cache, on the same prompts."""
@@ -246,12 +287,29 @@ class Experiment:
             there = {(s.kv_type, s.id[1]) for s in self.samples if s.id[0] == seed}
             if asked - there:
                 out.append(f"Unfinished: {len(asked & there)} of {len(asked)} samples of seed {seed} are there.")
+        out += self._notes_of_cells()
+        own = [t for t in self.kv_types[1:] if any(s.record.get("reference", t) == t for s in self.of(t))]
+        if own and self.task in AGAINST_FULL:
+            of = ", ".join(own)
+            out.append(f"{self.metric} on {of} is against that type's own full cache, not that of {self.kv_types[0]}.")
         for folder in self.folders:
             if folder.n_bad:
                 out.append(f"{folder.path.name}: lines that could not be read, and are left out: {folder.n_bad}.")
             if not folder.records:
                 out.append(f"{folder.path.name}: no finished sample.")
         return out
+
+    def _notes_of_cells(self) -> Iterator[str]:
+        """What cells could not do as they say, as they told it when they were measured."""
+        told: dict[str, dict[str, None]] = {}
+        for s in self.samples:
+            for name, cell in s.cells.items():
+                if cell.get("note"):
+                    told.setdefault(str(cell["note"]), {})[name] = None
+        for text, names in told.items():
+            few = list(names)[:_NAMED]
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            yield f"{', '.join(few)}{more}: {text}."
 
     def _keys(self) -> Iterator[Key]:
         named = [name for f in self.folders for name in f.setup.get("cells", ())]
@@ -275,17 +333,29 @@ def read(root: Path) -> tuple[list[Experiment], list[str]]:
     if not folders:
         why = f" ({unread[0]})" if unread else ""
         raise ValueError(f"{root} holds no run{why}, expected a folder that `laprox-llamacpp eval --out` made")
-    alike: dict[str, list[Folder]] = {}
-    for folder in folders:
-        alike.setdefault(json.dumps(_same(folder.setup), sort_keys=True), []).append(folder)
-    found = [Experiment(group) for group in alike.values()]
+    found = [Experiment(group) for group in _experiments(folders)]
     return sorted(found, key=lambda e: (e.task, e.model, _number(e.tokens), json.dumps(e.options))), unread
 
 
+def _experiments(folders: Sequence[Folder]) -> list[list[Folder]]:
+    """Folders that measure the same: other cells and KV types on the same prompts, or the same cells on prompts of
+    another seed. With neither the same, means would compare cells on different prompts.
+    """
+    by_seed: dict[str, list[Folder]] = {}
+    for folder in folders:
+        key = [*_same(folder.setup), seed_of(folder)]
+        by_seed.setdefault(json.dumps(key, sort_keys=True), []).append(folder)
+    found: dict[str, list[Folder]] = {}
+    for group in by_seed.values():
+        cells, types = (sorted({x for f in group for x in f.setup.get(k, ())}) for k in ("cells", "kv_types"))
+        found.setdefault(json.dumps([*_same(group[0].setup), cells, types], sort_keys=True), []).extend(group)
+    return list(found.values())
+
+
 def _same(setup: Mapping[str, Any]) -> list[Any]:
-    """What joins folders into an experiment."""
+    """What folders of one experiment have in common."""
     options = {k: v for k, v in (setup.get("options") or {}).items() if k != "seed"}
-    return [setup.get(k) for k in ("task", "metric", "model", "model_sha256")] + [options]
+    return [setup.get(k) for k in ("task", "metric", "model", "model_sha256", "data_sha256")] + [options]
 
 
 def _by_id(samples: Sequence[Sample]) -> dict[tuple[Any, int], list[Sample]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import json
 import math
 import random
@@ -20,7 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from laprox_llamacpp import cli
-from laprox_llamacpp.evaluate import kept, kept_page, stats
+from laprox_llamacpp.evaluate import kept, kept_page, stats, tables
 from laprox_llamacpp.evaluate.cells import grid
 from laprox_llamacpp.evaluate.runner import Run, run
 from laprox_llamacpp.evaluate.stats import Key, Mean
@@ -157,12 +158,93 @@ def test_paired_differences(tmp_path: Path, against: str) -> None:
         assert not d.clear  # too few
 
 
-def test_a_difference_is_clear_from_ten_samples_and_two_errors_on() -> None:
-    key = Key("f16", "snapkv", "0.1")
-    assert stats.Difference("all", key, "laprox", Mean(10, -0.21, 0.1)).clear
-    assert not stats.Difference("all", key, "laprox", Mean(9, -0.21, 0.1)).clear
-    assert not stats.Difference("all", key, "laprox", Mean(10, 0.19, 0.1)).clear
-    assert not stats.Difference("all", key, "laprox", Mean(10, 0.0, 0.0)).clear
+def test_a_difference_is_clear_from_ten_samples_on() -> None:
+    key, other = Key("f16", "snapkv", "0.1"), Key("f16", "laprox", "0.1")
+    assert stats.Difference("all", key, other, Mean(10, -0.21, 0.1), 0.049).clear
+    assert not stats.Difference("all", key, other, Mean(9, -0.21, 0.1), 0.049).clear
+    assert not stats.Difference("all", key, other, Mean(10, -0.19, 0.1), 0.051).clear
+
+
+@pytest.mark.parametrize("fewer, more, same", [(0, 4, 8), (0, 6, 0), (2, 9, 1), (3, 3, 2), (0, 0, 5)])
+def test_chance_of_right_and_wrong_answers_by_all_signs(fewer: int, more: int, same: int) -> None:
+    sums = [sum(signs) for signs in itertools.product((-1, 1), repeat=fewer + more)]
+    want = sum(abs(s) >= more - fewer for s in sums) / len(sums)
+    assert stats.chance([-1.0] * fewer + [1.0] * more + [0.0] * same) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 11, 40])
+def test_chance_of_other_numbers_by_the_density_of_t(n: int) -> None:
+    x = np.random.default_rng(n).normal(0.4, 1, n)
+    t, df = x.mean() / (x.std(ddof=1) / math.sqrt(n)), n - 1
+    u = (np.arange(200_000) + 0.5) / 200_000 * abs(t)  # midpoints from 0 to |t|
+    scale = math.gamma((df + 1) / 2) / (math.sqrt(df * math.pi) * math.gamma(df / 2))
+    inside = 2 * float(np.mean(scale * (1 + u * u / df) ** (-(df + 1) / 2))) * abs(t)
+    assert stats.chance(x.tolist()) == pytest.approx(1 - inside, abs=1e-6)
+
+
+def test_chance_of_nothing() -> None:
+    assert stats.chance([]) == stats.chance([0.3]) == stats.chance([0.0, 0.0]) == 1
+    assert stats.chance([0.3, 0.3, 0.3]) == pytest.approx(0)
+
+
+def test_cells_of_other_seeds_are_not_compared(tmp_path: Path) -> None:
+    folder(tmp_path, "a", kv_types=("f16",))
+    folder(tmp_path, "b", kv_types=("f16", "q4_0"), seed=2)
+    found, _ = stats.read(tmp_path)
+    assert [(e.options["seed"], e.kv_types, len(e.samples)) for e in found] == [
+        (0, ["f16"], 6), (2, ["f16", "q4_0"], 12),
+    ]  # fmt: skip
+    page = report(tmp_path)
+    titles = [w for w in page.words if w.startswith("needle, m.gguf, 256 tokens, seed=")]
+    assert titles == [f"needle, m.gguf, 256 tokens, seed={s}" for s in (0, 2)] * 2  # contents and sections
+    assert (tmp_path / "report" / "needle-m-256-b-budget-q4_0.png").exists()
+
+
+def test_equal_bytes_against_every_full_cache(tmp_path: Path) -> None:
+    records = folder(tmp_path, n=22, kv_types=("f16", "q4_0"))
+    e = one(tmp_path)
+    table = next(t for t in tables.tables(e) if t.title.startswith("At equal bytes"))
+    assert table.head[-2:] == ["less that of full f16", "less that of full q4_0"]
+    assert [row[:4] for row in table.rows][:2] == [
+        ["q4_0", "laprox", "0.1", "2.8%"], ["q4_0", "snapkv:window=32", "0.1", "2.8%"],
+    ]  # fmt: skip
+    at = {(r["kv_type"], r["index"]): r["cells"] for r in records}
+    pairs = [(at["f16", i]["laprox@0.1"]["score"], at["q4_0", i]["full"]["score"]) for i in range(22) if i != 1]
+    d = e.difference(Key("f16", "laprox", "0.1"), Key("q4_0", "full", ""))
+    assert (d.value.n, d.value.mean) == (21, pytest.approx(statistics.fmean(a - b for a, b in pairs)))
+    row = next(row for row in table.rows if row[:3] == ["f16", "laprox", "0.1"])
+    assert float(row[-1].split()[0].replace("−", "-")) == pytest.approx(d.value.mean, abs=6e-3)
+    full = next(row for row in table.rows if row[:2] == ["q4_0", "full cache"])
+    assert full[3] == "28.1%" and full[-1] == ""
+
+
+def test_notes_of_cells_and_of_references_are_told(tmp_path: Path) -> None:
+    records = folder(tmp_path, task="continuation", metric="kl", higher=False, kv_types=("f16", "q4_0"))
+    for r in records:
+        for name in ("laprox@0.1", "random@0.1"):
+            r["cells"][name]["note"] = "only the window is kept"
+    write = (tmp_path / "run" / "samples.jsonl").write_text
+    write("".join(json.dumps(r) + "\n" for r in records))
+    notes = one(tmp_path).notes()
+    assert "laprox@0.1, random@0.1: only the window is kept." in notes
+    assert "kl on q4_0 is against that type's own full cache, not that of f16." in notes
+    write("".join(json.dumps({**r, "reference": "f16"}) + "\n" for r in records))
+    assert not any("own full cache" in note for note in one(tmp_path).notes())
+
+
+def test_perplexity(tmp_path: Path) -> None:
+    records = folder(tmp_path, task="continuation", metric="kl", higher=False)
+    for r in records:
+        for cell in r["cells"].values():
+            cell["nll"] = 1 + cell["kl"]
+    (tmp_path / "run" / "samples.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    e = one(tmp_path)
+    nll = [r["cells"]["random@64"]["nll"] for r in records]
+    got = e.perplexity(Key("f16", "random", "64"))
+    assert got.mean == pytest.approx(math.exp(statistics.fmean(nll)))
+    assert got.sem == pytest.approx(got.mean * statistics.stdev(nll) / math.sqrt(len(nll)))
+    found = {t.title: t for t in tables.tables(e)}
+    assert "perplexity by budget (lower is better)" in found and "Paired differences of nll to laprox" in found
 
 
 def test_the_widest_full_cache_decides_what_counts(tmp_path: Path) -> None:
@@ -274,7 +356,8 @@ def test_report_has_every_figure_table_and_file(tmp_path: Path) -> None:
     assert page.tags.count("svg") == len(figures)
     text = " ".join(page.words)
     for part in (
-        "Paired differences to laprox", "Paired differences to the full cache", "Costs", "eval <x> & y", "ab" * 32,
+        "Paired differences of score to laprox", "Paired differences of score to the full cache", "At equal bytes",
+        "Costs", "eval <x> & y", "ab" * 32,
         "too few to rank", "5 of 6 (f16)", "sample 1 (multikey, depth 10%)",
     ):  # fmt: skip
         assert part in text, part
