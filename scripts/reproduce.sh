@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The tables of docs/results, part by part. A part that was stopped goes on where it was; each takes under two hours on
-# 2 cores.
+# 2 cores; the bench parts, speed and memory by length, start again.
 #
 #   scripts/reproduce.sh list                 the parts
 #   scripts/reproduce.sh PART...              run some, e.g. needle-qwen-2k; add SHARD=0/4 to split one over machines
@@ -34,7 +34,7 @@ HARD="kind=reversed+multivalue+multiquery+paraphrase"
 FAR="kind=reversed+paraphrase"
 SMALL="digits=4:open_answer=yes" # a small model remembers fewer digits, and needs its answer begun for it
 
-# name, model, samples, methods, budgets, KV types, task
+# name, model, samples, methods, budgets, KV types, task; of a bench: rounds for samples, lengths for a task
 parts() {
     cat <<EOF
 needle-smol-2k          $SMOL 40 $ALL   $BUDGETS f16 needle:$SINGLE:$SMALL:max_tokens=12
@@ -66,6 +66,8 @@ rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$S
 rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
 rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
 rival-text-qwen-2k      $QWEN 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
+bench-smol              $SMOL 5  $RIVAL,streaming 0.05,0.2 f16 bench:2048,4096,8192
+bench-qwen              $QWEN 5  $RIVAL,streaming 0.05,0.2 f16 bench:2048,4096
 EOF
 }
 
@@ -100,6 +102,11 @@ run() {
     local name="$1" model="$2" samples="$3" methods="$4" budgets="$5" types="$6" task="$7"
     [[ "$methods" != *duo* ]] || calibrate "$model"
     echo "== $name"
+    if [[ "$task" == bench:* ]]; then
+        laprox-llamacpp bench --model "$model" --methods "$methods" --budgets "$budgets" --kv-type "$types" \
+            --tokens "${task#bench:}" --rounds "$samples" --decode 16 --threads "$THREADS" --out "$OUT/$name/bench.json"
+        return
+    fi
     find "$OUT/$name" -name '*.jsonl.gz' -exec gunzip {} + 2>/dev/null || true
     laprox-llamacpp eval "$task" --model "$model" --methods "$methods" --budgets "$budgets" --kv-type "$types" \
         --samples "$samples" --shard "$SHARD" --threads "$THREADS" --out "$OUT/$name"

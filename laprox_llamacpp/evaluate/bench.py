@@ -25,14 +25,9 @@ from typing import Any, Callable
 from ..budget import Budget
 from ..errors import LaproxError
 from ..policy import EvictionPolicy
+from . import bench_report, markdown
 from .cells import Cell, grid
 from .runner import machine, sha256, write
-
-_HEAD = (
-    "tokens", "cell", "rows per head", "prefill, full / evicted tokens/s", "score / plan / move ms",
-    "decode, full / evicted / limit tokens/s", "speed-up", "of the limit", "KV, full / evicted MiB",
-    "peak RSS, full / evicted / limit MiB",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -202,25 +197,5 @@ def _group(bench: Bench, name: str, full: Cache, evicted: Cache, limit: Cache) -
 
 def table(result: dict[str, Any]) -> str:
     """Markdown, one line per length and cell."""
-    lines = ["| " + " | ".join(_HEAD) + " |", "|---" * len(_HEAD) + "|"]
-    for g in result["groups"]:
-        full, evicted, limit = g["full"], g["evicted"], g["limit"]
-        speeds = (1000 / statistics.median(c["decode_ms"]) for c in (full, evicted, limit))
-        values = (
-            str(g["tokens"]),
-            f"`{g['cell']}`",
-            f"{evicted['rows_per_head']:.0f}",
-            _slashes((c["n_prompt"] / c["prefill_s"] for c in (full, evicted)), 0),
-            _slashes((evicted[k] for k in ("score_ms", "plan_ms", "move_ms")), 0),
-            _slashes(speeds, 1),
-            f"{g['speedup']:.2f}x",
-            f"{g['of_limit']:.0%}",
-            _slashes((evicted[k] / (1 << 20) for k in ("kv_bytes_full", "kv_bytes")), 1),
-            _slashes((c["peak_rss"] / (1 << 20) for c in (full, evicted, limit)), 0),
-        )
-        lines.append("| " + " | ".join(values) + " |")
-    return "\n".join(lines)
-
-
-def _slashes(values: Iterator[float], digits: int) -> str:
-    return " / ".join(f"{v:.{digits}f}" for v in values)
+    head, rows = bench_report.table(result)
+    return markdown.table(head, [[n, f"`{cell}`", *row] for n, cell, *row in rows])
