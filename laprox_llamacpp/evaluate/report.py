@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import markdown, tables
+from . import bench_report, markdown, tables
 from .cells import FULL
 from .page import note, page, table
 from .stats import NEEDS_FULL, REFERENCE, Experiment, read
@@ -33,30 +33,39 @@ _READ = (
 
 
 def write(root: Path, out: Path) -> Path:
-    """Report on all runs in `root` and below; returns the page, `out`/index.html.
+    """Report on all runs and benchmarks in `root` and below; returns the page, `out`/index.html.
 
     Raises:
-        ValueError: there is no run.
+        ValueError: there is neither.
         ImportError: matplotlib is missing.
     """
     try:
         from . import plots
     except ImportError as e:
         raise ImportError("a report needs matplotlib, which is not installed: pip install laprox-llamacpp[eval]") from e
-    experiments, unread = read(root)
+    benches, unread = bench_report.read(root)
+    experiments: list[Experiment] = []
+    try:
+        experiments, more = read(root)
+        unread += more
+    except ValueError:
+        if not benches:
+            raise
     out.mkdir(parents=True, exist_ok=True)
-    looks = plots.Look.of(list(dict.fromkeys(m for e in experiments for m in e.methods)))
+    methods = [m for e in experiments for m in e.methods] + [m for b in benches for m in bench_report.methods(b)]
+    looks = plots.Look.of(list(dict.fromkeys(methods)))
     names, titles = _names(experiments), _titles(experiments)
-    body = [
-        f"<h1>KV cache eviction: {len(experiments)} {'experiment' if len(experiments) == 1 else 'experiments'}</h1>"
-    ]
-    body += [f'<p class="quiet">{escape(_READ)}</p>', *map(note, unread), _contents(titles, names)]
+    bench_names = [f"bench-{i}-{_slug(str(b['model']))}" for i, b in enumerate(benches, 1)]
+    contents = _contents([*titles, *map(bench_report.title, benches)], [*names, *bench_names])
+    body = ["<h1>KV cache eviction</h1>", f'<p class="quiet">{escape(_READ)}</p>', *map(note, unread), contents]
     for experiment, name, title in zip(experiments, names, titles):
         body.append(_section(experiment, name, title, looks, out))
     for family in _families(experiments):
         body += _lengths(family, names[experiments.index(family[0])], out)
-    _write_csv(out, experiments)
-    (out / TABLES).write_text(_markdown(experiments, names, titles), encoding="utf-8")
+    for result, name in zip(benches, bench_names):
+        body.append(_bench(result, name, looks, out))
+    _write_csv(out, experiments, benches)
+    (out / TABLES).write_text(_markdown(experiments, names, titles, benches), encoding="utf-8")
     file = out / PAGE
     file.write_text(page("KV cache eviction: report", "\n".join(body)), encoding="utf-8")
     return file
@@ -89,12 +98,20 @@ def _section(experiment: Experiment, name: str, title: str, looks: dict[str, Loo
     return "\n".join(body)
 
 
+def _bench(result: dict[str, Any], name: str, looks: dict[str, Look], out: Path) -> str:
+    head, rows = bench_report.table(result)
+    body = [f'<h2 id="{name}">{escape(bench_report.title(result))}</h2>', table(head, rows, 2)]
+    return "\n".join([*body, *(_figure(p, f"{name}-{p.name}", out) for p in bench_report.plots(result, looks))])
+
+
 def _options(experiment: Experiment) -> str:
     options = ", ".join(f"{k}={v}" for k, v in experiment.options.items())
     return f"{options}; KV cache {', '.join(experiment.kv_types) or 'not measured yet'}"
 
 
-def _markdown(experiments: Sequence[Experiment], names: Sequence[str], titles: Sequence[str]) -> str:
+def _markdown(
+    experiments: Sequence[Experiment], names: Sequence[str], titles: Sequence[str], benches: Sequence[dict[str, Any]]
+) -> str:
     """The tables of the page, to be read where HTML is not."""
     body = ["# Tables", _READ]
     for e, name, title in zip(experiments, names, titles):
@@ -102,6 +119,8 @@ def _markdown(experiments: Sequence[Experiment], names: Sequence[str], titles: S
         for shown in tables.tables(e) if e.metric in e.metrics() else ():
             if shown.short:
                 body += [f"**{shown.title}**", markdown.table(shown.head, shown.rows)]
+    for result in benches:
+        body += [f"## {bench_report.title(result)}", markdown.table(*bench_report.table(result))]
     return "\n\n".join(body) + "\n"
 
 
@@ -169,7 +188,7 @@ def _figure(plot: Plot, name: str, out: Path) -> str:
     return f"<figure>{svg}<figcaption>{escape(plot.caption)} ({escape(name)}.png, .svg)</figcaption></figure>"
 
 
-def _write_csv(out: Path, experiments: Sequence[Experiment]) -> None:
+def _write_csv(out: Path, experiments: Sequence[Experiment], benches: Sequence[dict[str, Any]]) -> None:
     cells, differences, lists = [], [], []
     for e in experiments:
         about = [e.task, e.model, e.tokens, " ".join(f"{k}={v}" for k, v in e.options.items())]
@@ -195,6 +214,9 @@ def _write_csv(out: Path, experiments: Sequence[Experiment]) -> None:
     head = ["kind", "metric", "n", "n_samples", "n_full_right", "mean", "standard_error", "bytes_of_widest_full"]
     _save(out / "cells.csv", [*about, *head], cells)
     _save(out / "differences.csv", [*about, "kind", "metric", "against", *last, "p"], differences)
+    if benches:
+        tabled = [bench_report.csv(b) for b in benches]
+        _save(out / "bench.csv", tabled[0][0], [row for _, rows in tabled for row in rows])
     if lists:
         _save(out / "lists.csv", [*about, "metric", "entry", *last], lists)
 

@@ -283,3 +283,19 @@ def test_results_of_a_folder(tmp_path: Path) -> None:
         "cut.json", "lacks.json",
     ]  # fmt: skip
     assert "KeyError: 'evicted'" in unread[1]
+
+
+def test_a_report_of_benchmarks_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for i, lengths in enumerate(([512, 1024], [2048])):
+        (tmp_path / f"{i}.json").write_text(json.dumps(measured(lengths)))
+    (tmp_path / "torn.json").write_text('{"bench": 1, "groups"')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    out = tmp_path / "report"
+    page, tables = ((out / name).read_text(encoding="utf-8") for name in ("index.html", "tables.md"))
+    for i in (1, 2):
+        for name in ("decode", "prompt", "eviction", "kv", "memory"):
+            for suffix in ("png", "svg"):
+                assert (out / f"bench-{i}-some-{name}.{suffix}").exists()
+    assert page.count("speed and memory, some.gguf, q8_0 cache, 3 threads") == 2 * 2 and "torn.json" in page
+    assert tables.count("| 2048 |") == 4 and tables.count("| 512 |") == 4
+    assert len((out / "bench.csv").read_text(encoding="utf-8").splitlines()) == 1 + 4 * 3
