@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "tests" / "gpu_emulation"
 GGML = ROOT / "vendor" / "llama.cpp" / "ggml" / "include"
 
-KINDS = ["score-mma", "score-simt", "attn"]
+N_CASES = {"score-mma": 11, "score-simt": 11, "attn": 8}  # the shapes of shapes.h
+TYPES = {"0", "1", "2", "8", "30"}  # F32, F16, Q4_0, Q8_0, BF16
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +35,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def run(driver: Path, kind: str, n_cases: int, seed: int) -> None:
+def run(driver: Path, kind: str, n_cases: int, seed: int) -> list[dict[str, str]]:
+    """What each case was."""
     env = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     command = [str(driver), kind, str(n_cases), str(seed)]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -41,15 +44,29 @@ def run(driver: Path, kind: str, n_cases: int, seed: int) -> None:
     wrong = [line for line in lines if not line.startswith("ok ")]
     assert done.returncode == 0 and wrong == ["0 wrong"], "\n".join(wrong)
     assert len(lines) == n_cases + 1
+    return [dict(re.findall(r"(\w+)=(\S+)", line)) for line in lines[:-1]]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", N_CASES)
 def test_kernels_agree_with_float64(driver: Path, kind: str) -> None:
-    run(driver, kind, 8 if kind == "attn" else 7, seed=1)
+    cases = run(driver, kind, N_CASES[kind], seed=1)
+
+    def seen(*names: str) -> set[tuple[str, ...]]:
+        return {tuple(case[name] for name in names) for case in cases}
+
+    assert {k for (k,) in seen("k")} == TYPES == {v for (v,) in seen("v")} - {"-1"}
+    assert any(int(case["chunks"]) > 2 for case in cases) and {cap for (cap,) in seen("cap")} > {"0"}
+    if kind == "attn":
+        assert {chunk for (chunk,) in seen("chunk")} >= {"64", "128"}
+        return
+    assert seen("stat", "group") == {(stat, group) for stat in "012" for group in "01"}
+    assert {mask for (mask,) in seen("mask")} == {"0", "1"} and any(int(case["tiles"]) > 1 for case in cases)
+    default = {"stat": "0", "group": "0", "d_k": "128", "d_v": "128", "k": "1", "v": "1"}
+    assert any(default.items() <= case.items() and int(case["chunks"]) > 2 for case in cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1000, 1300, 100))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", N_CASES)
 def test_kernels_agree_with_float64_on_many_shapes(driver: Path, kind: str, seed: int) -> None:
     run(driver, kind, 64, seed)

@@ -1,11 +1,11 @@
-// The CUDA kernels of both ops against float64, on shapes drawn at random:
+// The CUDA kernels of both ops against float64, on the shapes of shapes.h, then on such that are drawn at random:
 //
 //     cuda_driver score-mma|score-simt|attn n_cases seed
 //
 // Every case runs in three orders of threads and blocks, which must agree to the bit. Whatever a kernel may not read is
 // NaN or lies behind the end of its allocation. One line per case; exit code 1 where one is wrong.
 
-#include "reference.h"
+#include "shapes.h"
 
 #include "laprox-attn-kernel.cuh"
 #include "laprox-score-kernel.cuh"
@@ -163,6 +163,7 @@ static std::vector<float> run(const std::string & name, float * dst, size_t n, c
 static const std::vector<int> WIDTHS = { 64, 80, 96, 112, 128, 192, 256 };
 static const std::vector<int> TYPES  = { GGML_TYPE_F16, GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 };
 
+// a type for rows of d elements
 static ggml_type draw_type(int d) {
     const ggml_type type = (ggml_type) pick(TYPES);
     return d % 32 == 0 ? type : (ggml_type) (type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q4_0 ? GGML_TYPE_F16 : type);
@@ -239,34 +240,58 @@ static void store_mask(buffer & data, ggml_type type, const std::vector<double> 
     }
 }
 
+static shapes::score draw_score_shape(bool mma) {
+    shapes::score s = {};
+
+    const bool large = draw(0, 7) == 0; // several chunks, more queries than a tile holds
+
+    s.d_k   = !mma && draw(0, 7) == 0 ? 8 * draw(8, 32) : pick(WIDTHS);
+    s.d_v   = draw(0, 3) == 0 ? pick(WIDTHS) : s.d_k;
+    s.n_gqa = pick({ 1, 2, 3, 4, 4, 5, 7, 8, 16 });
+    s.w     = pick({ 1, 5, 7, 32, 32, 64 });
+    s.n_kv  = pick({ 1, 2, 31, 32, 33, 63, 65, 95, 100, 128, 129 });
+    if (large) {
+        s.w    = std::min(512 / s.n_gqa, draw(64, 130));
+        s.n_kv = draw(260, 600);
+    }
+    s.type_k = draw_type(s.d_k);
+    s.type_v = draw_type(s.d_v);
+    s.what   = (reference::stat) draw(0, 2);
+    s.group  = draw(0, 2) == 0;
+    s.d_v    = draw(0, 3) != 0 ? s.d_v : 0;
+
+    return s;
+}
+
 static void score_case(int index, bool mma) {
     reference::score_problem ref = {};
     laprox_score_params      p   = {};
 
-    const bool exact = index % 4 != 3; // else the rounding to F16 counts
-    const bool value = draw(0, 3) != 0;
-    const bool large = index % 8 == 7; // several chunks, more queries than a tile holds
-
-    ref.d_k       = !mma && draw(0, 7) == 0 ? 8 * draw(8, 32) : WIDTHS[index % WIDTHS.size()];
-    ref.d_v       = draw(0, 3) == 0 ? pick(WIDTHS) : ref.d_k;
-    ref.n_head_kv = draw(1, 2);
-    const int gqa = pick({ 1, 2, 3, 4, 4, 5, 7, 8, 16 });
-    ref.n_head    = ref.n_head_kv * gqa;
-    ref.w         = pick({ 1, 5, 7, 32, 32, 64 });
-    if (large) {
-        ref.w = gqa * draw(64, 130) > 512 ? 512 / gqa : draw(64, 130);
+    shapes::score s = index < (int) shapes::SCORE.size() ? shapes::SCORE[index] : draw_score_shape(mma);
+    if (!mma && s.d_k == 80) {
+        s.d_k = 8 * draw(8, 32); // a width that has no tensor core kernel
     }
-    ref.n_kv    = large ? draw(260, 600) : pick({ 1, 2, 31, 32, 33, 63, 65, 95, 100, 128, 129 });
-    ref.softcap = pick({ 0, 0, 5, 50 });
-    ref.scale   = (exact ? 0.25 : 1.0) / std::sqrt(ref.d_k) * (draw(0, 3) == 0 ? 8 : 1);
-    ref.what    = (reference::stat) (index / 2 % 3);
-    ref.group   = draw(0, 2) == 0;
-    ref.mask    = draw_mask(ref.n_kv, ref.w);
+
+    const bool exact = index % 4 != 3; // else the rounding to F16 counts
+    const bool value = s.d_v != 0;
+    const int  gqa   = s.n_gqa;
+
+    ref.d_k       = s.d_k;
+    ref.d_v       = value ? s.d_v : 64;
+    ref.n_head_kv = draw(1, 2);
+    ref.n_head    = ref.n_head_kv * gqa;
+    ref.w         = s.w;
+    ref.n_kv      = s.n_kv;
+    ref.softcap   = index % 3 == 1 ? pick({ 5, 50 }) : 0;
+    ref.scale     = (exact ? 0.25 : 1.0) / std::sqrt(ref.d_k) * (draw(0, 3) == 0 ? 8 : 1);
+    ref.what      = s.what;
+    ref.group     = s.group;
+    ref.mask      = draw_mask(ref.n_kv, ref.w);
 
     const std::vector<bool> hidden = hidden_columns(ref.mask, ref.n_kv, ref.w);
 
-    cache k(draw_type(ref.d_k), ref.d_k, ref.n_kv, ref.n_head_kv, exact, hidden);
-    cache v(draw_type(ref.d_v), ref.d_v, ref.n_kv, ref.n_head_kv, exact, hidden);
+    cache k(s.type_k, ref.d_k, ref.n_kv, ref.n_head_kv, exact, hidden);
+    cache v(s.type_v, ref.d_v, ref.n_kv, ref.n_head_kv, exact, hidden);
     ref.k = k.values;
     ref.v = v.values;
 
@@ -286,7 +311,7 @@ static void score_case(int index, bool mma) {
         }
     }
 
-    const ggml_type mask_type = draw(0, 1) ? GGML_TYPE_F16 : GGML_TYPE_F32;
+    const ggml_type mask_type = index % 2 ? GGML_TYPE_F16 : GGML_TYPE_F32;
     const size_t    mask_nb1  = (ref.n_kv + draw(0, 1)) * (mask_type == GGML_TYPE_F16 ? 2 : 4);
     buffer          mask(mask_nb1 * ref.w);
     store_mask(mask, mask_type, ref.mask, ref.n_kv, ref.w, mask_nb1);
@@ -341,37 +366,56 @@ static void score_case(int index, bool mma) {
                                            : g_nb2;
     }
 
-    char name[256];
-    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d",
-            mma ? "mma" : "simt", index, ref.d_k, p.d_v, ref.w, ref.n_kv, ref.n_head_kv, gqa, k.rows.type, v.rows.type, mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact);
-
     if (mma && !laprox_score_has_mma(p)) {
         emulation::fail("no tensor core kernel for this width");
     }
     buffer scratch(laprox_score_init(p, mma, nullptr));
     laprox_score_init(p, mma, scratch.data);
 
+    char name[256];
+    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d chunks=%d tiles=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d",
+            mma ? "mma" : "simt", index, ref.d_k, p.d_v, ref.w, ref.n_kv, p.n_chunks, p.n_tiles, ref.n_head_kv, gqa, k.rows.type, value ? v.rows.type : -1,
+            mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact);
+
     const auto got = run(name, p.dst, ref.n_kv * ref.n_head_kv, [&] { laprox_score_launch(p, mma, nullptr); });
     compare(name, got, reference::score(ref), !mma || exact ? 4e-5 : 4e-2);
+}
+
+static shapes::attn draw_attn_shape() {
+    shapes::attn s = {};
+
+    s.d_k      = pick(WIDTHS);
+    s.d_v      = draw(0, 3) == 0 ? pick(WIDTHS) : s.d_k;
+    s.n_gqa    = pick({ 1, 2, 3, 4, 5, 8, 9, 16 });
+    s.n_tokens = pick({ 1, 1, 2, 8 });
+    s.n_mask   = pick({ 1, 2, 31, 64, 65, 100, 300 });
+    s.type_k   = draw_type(s.d_k);
+    s.type_v   = draw_type(s.d_v);
+    if (draw(0, 15) == 0) {
+        s.n_mask   = draw(8193, 17000);
+        s.n_tokens = 1;
+    }
+
+    return s;
 }
 
 static void attn_case(int index) {
     reference::attn_problem ref = {};
     laprox_attn_params      p   = {};
 
-    ref.d_k       = WIDTHS[index % WIDTHS.size()];
-    ref.d_v       = draw(0, 3) == 0 ? pick(WIDTHS) : ref.d_k;
+    const shapes::attn s = index < (int) shapes::ATTN.size() ? shapes::ATTN[index] : draw_attn_shape();
+
+    const int gqa = s.n_gqa;
+
+    ref.d_k       = s.d_k;
+    ref.d_v       = s.d_v;
     ref.n_head_kv = draw(1, 3);
-    const int gqa = pick({ 1, 2, 3, 4, 5, 8, 9, 16 });
     ref.n_head    = ref.n_head_kv * gqa;
-    ref.n_tokens  = pick({ 1, 1, 2, 8 });
-    ref.n_mask    = index % 16 == 15 ? draw(8193, 9000) : pick({ 1, 2, 31, 64, 65, 100, 300 });
-    ref.softcap   = pick({ 0, 0, 5, 50 });
+    ref.n_tokens  = s.n_tokens;
+    ref.n_mask    = s.n_mask;
+    ref.softcap   = index % 3 == 1 ? pick({ 5, 50 }) : 0;
     ref.scale     = 1.0 / std::sqrt(ref.d_k) * (draw(0, 3) == 0 ? 8 : 1);
     ref.mask      = draw_mask(ref.n_mask, ref.n_tokens);
-    if (ref.n_mask > 8000) {
-        ref.n_tokens = 1;
-    }
 
     // the regions one after the other, in any order of the heads, with a row of NaN between them
     std::vector<int> order(ref.n_head_kv);
@@ -391,8 +435,8 @@ static void attn_case(int index) {
     }
     const int n_rows = (int) no_row.size();
 
-    cache k(draw_type(ref.d_k), ref.d_k, n_rows, 1, false, no_row);
-    cache v(draw_type(ref.d_v), ref.d_v, n_rows, 1, false, no_row);
+    cache k(s.type_k, ref.d_k, n_rows, 1, false, no_row);
+    cache v(s.type_v, ref.d_v, n_rows, 1, false, no_row);
     ref.k = k.values;
     ref.v = v.values;
 
@@ -436,12 +480,12 @@ static void attn_case(int index) {
     p.n_mask    = ref.n_mask;
     p.logit     = laprox_logit((float) ref.scale, (float) ref.softcap);
 
-    char name[256];
-    snprintf(name, sizeof(name), "attn %d d_k=%d d_v=%d tokens=%d n_mask=%d heads=%dx%d k=%d v=%d cap=%g scale=%.3g",
-            index, ref.d_k, ref.d_v, ref.n_tokens, ref.n_mask, ref.n_head_kv, gqa, k.rows.type, v.rows.type, ref.softcap, ref.scale);
-
     buffer scratch(laprox_attn_init(p, nullptr));
     laprox_attn_init(p, scratch.data);
+
+    char name[256];
+    snprintf(name, sizeof(name), "attn %d d_k=%d d_v=%d tokens=%d n_mask=%d chunk=%d chunks=%d heads=%dx%d k=%d v=%d cap=%g scale=%.3g",
+            index, ref.d_k, ref.d_v, ref.n_tokens, ref.n_mask, p.chunk, p.n_chunks, ref.n_head_kv, gqa, k.rows.type, v.rows.type, ref.softcap, ref.scale);
 
     const auto got = run(name, p.dst, n, [&] { laprox_attn_launch(p, nullptr); });
     compare(name, got, reference::attn(ref), 4e-5);
