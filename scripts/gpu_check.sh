@@ -4,10 +4,23 @@
 #
 #   scripts/gpu_check.sh [MODEL] [OUT.json]
 #
-# MODEL is a known name or a GGUF file (default: smollm2-135m, fetched when there is a network). Wants nvcc, cmake, a C++
-# compiler and, when vendor/llama.cpp is there already, no network. The Python that runs it (PYTHON) has numpy, click, rich
-# and llama-cpp-python, whose own libraries are not used. Ten minutes on 16 cores, most of it the build; with BUILD naming
-# a folder that was built before, only what changed is compiled.
+# MODEL is a known name or a GGUF file (default: smollm2-135m, fetched when there is a network). Wants nvcc, cmake and a C++
+# compiler. The Python that runs it (PYTHON) has numpy, click, rich and llama-cpp-python, whose own libraries are not used.
+# Estimated, not measured yet: ten minutes on 16 cores, most of it the build; with BUILD naming a folder that was built
+# before, only what changed is compiled.
+#
+# For a machine without a network, on one that has it and the same Python and CPU family:
+#
+#   python scripts/vendor.py                                     # the sources, into vendor/
+#   pip wheel --wheel-dir carry numpy click rich
+#   pip wheel --wheel-dir carry --no-deps llama-cpp-python==0.3.36 \
+#       --config-settings=cmake.define.LLAMA_BUILD=OFF --config-settings=cmake.define.LLAVA_BUILD=OFF
+#   python -c 'from laprox_llamacpp import models; print(models.fetch("smollm2-135m"))'   # copy this file to carry/
+#
+# then carry the checkout, vendor/ and carry/ in it, and there:
+#
+#   python3 -m venv carry/venv && carry/venv/bin/pip install --no-index --find-links carry numpy click rich llama-cpp-python
+#   PYTHON=carry/venv/bin/python scripts/gpu_check.sh carry/SmolLM2-135M-Instruct.Q4_1.gguf
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

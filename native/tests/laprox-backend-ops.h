@@ -183,12 +183,14 @@ static void laprox_test_cases_eval(laprox_test_cases & test_cases) {
     test_cases.emplace_back(new test_laprox_attn(112, 8, 4, 1, 1, GGML_TYPE_F16, GGML_TYPE_F16));
 }
 
-// SmolLM2-135M, and an 8B model
+// SmolLM2-135M, an 8B model, and as many heads as it takes to leave the L2 of any card; scripts/gpu_check.py knows these
 static void laprox_test_cases_perf(laprox_test_cases & test_cases) {
     test_cases.emplace_back(new test_laprox_score(64, 3, 3, 4096, 32, GGML_TYPE_F16, GGML_TYPE_F16));
     for (int64_t n_kv : { 4096, 8192, 32768 }) {
         test_cases.emplace_back(new test_laprox_score(128, 8, 4, n_kv, 32, GGML_TYPE_F16, GGML_TYPE_F16));
     }
+    test_cases.emplace_back(new test_laprox_score(128, 128, 4, 8192, 32, GGML_TYPE_F16, GGML_TYPE_F16));
+    test_cases.emplace_back(new test_laprox_score(128, 32, 4, 32768, 32, GGML_TYPE_F16, GGML_TYPE_F16));
     test_cases.emplace_back(new test_laprox_attn(64, 3, 3, 1024, 1, GGML_TYPE_F16, GGML_TYPE_F16));
     test_cases.emplace_back(new test_laprox_attn(128, 8, 4, 4096, 1, GGML_TYPE_F16, GGML_TYPE_F16));
 }
