@@ -96,13 +96,15 @@ def emulation(compiler: str, tree: Path, tmp_path_factory: pytest.TempPathFactor
     return metal_test
 
 
+# the shapes of shapes.h, which cover what the kernels branch on, and one that is drawn
+
+
 def test_score(emulation: Run) -> None:
-    """Seed 16 has the largest window, 512 queries."""
-    assert "12 cases, 0 failed" in emulation("score", "5", "12")
+    assert "12 cases, 0 failed" in emulation("score", "1", "12")
 
 
 def test_attn(emulation: Run) -> None:
-    assert "12 cases, 0 failed" in emulation("attn", "1", "12")
+    assert "9 cases, 0 failed" in emulation("attn", "1", "9")
 
 
 def test_refusals(emulation: Run) -> None:

@@ -2,12 +2,14 @@
 //
 //     metal_test score|attn <first seed> <number of cases>
 //     metal_test refusals
+//
+// The first seeds, from 1 on, have the shapes of shapes.h; those of the others are drawn.
 
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 #include "laprox-metal.h"
 #include "metal_device.h"
-#include "reference.h"
+#include "shapes.h"
 
 #include <cstdarg>
 #include <cstdio>
@@ -331,38 +333,54 @@ static std::string describe(const char * fmt, ...) {
 
 static const std::initializer_list<int> widths = { 64, 80, 96, 112, 128, 192, 256 };
 
+// multiply-adds of a case that is drawn, at most
+static constexpr int64_t max_work = 1500000;
+
+static shapes::score random_score_shape() {
+    shapes::score s = {};
+
+    s.d_k   = pick(widths);
+    s.d_v   = chance(0.8) ? s.d_k : pick({ 64, 96, 128 });
+    s.n_gqa = pick({ 1, 1, 2, 3, 4, 7, 8, 16 });
+    s.w     = pick({ 1, 2, 7, 8, 9, 16, 17, 32, 33 });
+    s.n_kv  = pick({ 1, 2, 15, 16, 31, 32, 33, 63, 65, 100, 127, 255, 256, 257, 300, 520 });
+    while ((int64_t) s.n_gqa * s.w * s.n_kv * s.d_k > max_work) {
+        if (s.w > 9) {
+            s.w -= 8;
+        } else if (s.n_gqa > 4) {
+            s.n_gqa /= 2;
+        } else {
+            s.n_kv = s.n_kv * 2 / 3;
+        }
+    }
+    s.type_k = random_type(s.d_k);
+    s.type_v = random_type(s.d_v);
+    s.what   = pick({ reference::MAX, reference::L2, reference::SUM });
+    s.group  = chance(0.3);
+    s.d_v    = chance(0.7) ? s.d_v : 0;
+
+    return s;
+}
+
 static std::string test_score(uint32_t seed, std::string & error) {
     reference::score_problem p;
 
-    const bool gram = chance(0.7);
-    const bool thin = chance(0.15); // null vectors of G: rounding of v^T G v may be all there is of it, and below 0
+    const shapes::score s = seed - 1 < shapes::SCORE.size() ? shapes::SCORE[seed - 1] : random_score_shape();
 
-    p.d_k       = pick(widths);
-    p.d_v       = chance(0.8) ? p.d_k : pick({ 64, 96, 128 });
-    p.n_head_kv = uniform(1, 3);
-    int n_gqa   = pick({ 1, 1, 2, 3, 4, 7, 8, 16 });
-    p.w         = pick({ 1, 2, 7, 8, 9, 16, 17, 32, 33 });
-    p.n_kv      = pick({ 1, 2, 15, 16, 31, 32, 33, 63, 65, 100, 127, 255, 256, 257, 300, 520 });
-    while ((long) p.n_head_kv * n_gqa * p.w * p.n_kv * p.d_k > 1500000) {
-        if (p.n_head_kv > 1) {
-            --p.n_head_kv;
-        } else if (p.w > 9) {
-            p.w -= 8;
-        } else if (n_gqa > 4) {
-            n_gqa /= 2;
-        } else {
-            p.n_kv = p.n_kv * 2 / 3;
-        }
-    }
-    if (seed % 16 == 0) { // the largest window
-        p     = { 64, 64, 512, 33, 0, 1, 0, 0, reference::MAX, false, {}, {}, {}, {}, {} };
-        n_gqa = 1;
-    }
-    p.n_head  = p.n_head_kv * n_gqa;
-    p.scale   = (float) (pick({ 0.5, 1.0, 2.0 }) / std::sqrt(p.d_k));
-    p.softcap = chance(0.3) ? pick({ 2.0, 30.0 }) : 0.0;
-    p.what    = pick({ reference::MAX, reference::L2, reference::SUM });
-    p.group   = chance(0.3);
+    const bool gram  = s.d_v != 0;
+    const bool thin  = chance(0.15); // null vectors of G: rounding of v^T G v may be all there is of it, and below 0
+    const int  n_gqa = s.n_gqa;
+
+    p.d_k       = s.d_k;
+    p.d_v       = gram ? s.d_v : 64;
+    p.w         = s.w;
+    p.n_kv      = s.n_kv;
+    p.n_head_kv = std::clamp<int>(max_work / ((int64_t) n_gqa * p.w * p.n_kv * p.d_k), 1, uniform(1, 3));
+    p.n_head    = p.n_head_kv * n_gqa;
+    p.scale     = (float) (pick({ 0.5, 1.0, 2.0 }) / std::sqrt(p.d_k));
+    p.softcap   = seed % 3 == 0 ? pick({ 2.0, 30.0 }) : 0.0;
+    p.what      = s.what;
+    p.group     = s.group;
 
     // q: heads and queries in either order, also elements apart
     const size_t nbq0 = chance(0.2) ? 8 : 4;
@@ -383,7 +401,7 @@ static std::string test_score(uint32_t seed, std::string & error) {
 
     const int n_visible = chance(0.5) ? p.n_kv : uniform(1, p.n_kv);
 
-    const ggml_type type_m = pick({ GGML_TYPE_F16, GGML_TYPE_F32 });
+    const ggml_type type_m = seed % 2 ? GGML_TYPE_F32 : GGML_TYPE_F16;
     const size_t    nbm1   = row_bytes(type_m, p.n_kv + uniform(0, 3));
 
     auto mask = make_tensor(type_m, p.n_kv, p.w, 1, nbm1, nbm1 * p.w);
@@ -395,13 +413,13 @@ static std::string test_score(uint32_t seed, std::string & error) {
             seen[i] = seen[i] || p.mask[(size_t) t * p.n_kv + i % p.n_kv] != -INFINITY;
         }
     }
-    rows k = random_rows(random_type(p.d_k), p.d_k, p.n_kv, p.n_head_kv, seen);
+    rows k = random_rows(s.type_k, p.d_k, p.n_kv, p.n_head_kv, seen);
     p.k    = k.values;
 
     rows                    v;
     std::unique_ptr<tensor> g;
     if (gram) {
-        v   = random_rows(random_type(p.d_v), p.d_v, p.n_kv, p.n_head_kv, seen);
+        v   = random_rows(s.type_v, p.d_v, p.n_kv, p.n_head_kv, seen);
         p.v = v.values;
 
         const size_t nbg1 = 4 * (p.d_v + uniform(0, 2));
@@ -452,27 +470,38 @@ static std::string test_score(uint32_t seed, std::string & error) {
     return text;
 }
 
+static shapes::attn random_attn_shape() {
+    shapes::attn s = {};
+
+    s.d_k      = pick(widths);
+    s.d_v      = chance(0.8) ? s.d_k : pick(widths);
+    s.n_gqa    = pick({ 1, 1, 2, 3, 4, 5, 7, 8, 16 });
+    s.n_tokens = pick({ 1, 1, 1, 2, 3, 8 });
+    s.n_mask   = pick({ 1, 2, 31, 32, 33, 100, 127, 128, 129, 255, 257, 300, 400 });
+    while ((int64_t) s.n_gqa * s.n_tokens * s.n_mask * s.d_k > max_work) {
+        s.n_tokens > 1 ? s.n_tokens /= 2 : s.n_gqa /= 2;
+    }
+    s.type_k = random_type(s.d_k);
+    s.type_v = random_type(s.d_v);
+
+    return s;
+}
+
 static std::string test_attn(uint32_t seed, std::string & error) {
     reference::attn_problem p;
 
-    p.d_k       = pick(widths);
-    p.d_v       = chance(0.8) ? p.d_k : pick(widths);
-    p.n_head_kv = uniform(1, 4);
-    int n_gqa   = pick({ 1, 1, 2, 3, 4, 5, 7, 8, 16 });
-    p.n_tokens  = pick({ 1, 1, 1, 2, 3, 8 });
-    p.n_mask    = pick({ 1, 2, 31, 32, 33, 100, 127, 128, 129, 255, 257, 300, 400 });
-    while ((long) p.n_head_kv * n_gqa * p.n_tokens * p.n_mask * p.d_k > 1000000) {
-        if (p.n_tokens > 1) {
-            p.n_tokens /= 2;
-        } else if (p.n_head_kv > 1) {
-            --p.n_head_kv;
-        } else {
-            n_gqa /= 2;
-        }
-    }
-    p.n_head  = p.n_head_kv * n_gqa;
-    p.scale   = (float) (pick({ 0.5, 1.0, 2.0 }) / std::sqrt(p.d_k));
-    p.softcap = chance(0.3) ? pick({ 2.0, 30.0 }) : 0.0;
+    const shapes::attn s = seed - 1 < shapes::ATTN.size() ? shapes::ATTN[seed - 1] : random_attn_shape();
+
+    const int n_gqa = s.n_gqa;
+
+    p.d_k       = s.d_k;
+    p.d_v       = s.d_v;
+    p.n_tokens  = s.n_tokens;
+    p.n_mask    = s.n_mask;
+    p.n_head_kv = std::clamp<int>(max_work / ((int64_t) n_gqa * p.n_tokens * p.n_mask * p.d_k), 1, uniform(1, 4));
+    p.n_head    = p.n_head_kv * n_gqa;
+    p.scale     = (float) (pick({ 0.5, 1.0, 2.0 }) / std::sqrt(p.d_k));
+    p.softcap   = seed % 3 == 0 ? pick({ 2.0, 30.0 }) : 0.0;
 
     const size_t rowq = 4 * (p.d_k + uniform(0, 3));
     const bool   perm = chance(0.5);
@@ -515,8 +544,8 @@ static std::string test_attn(uint32_t seed, std::string & error) {
     seen.resize(++n_rows, false);
     memcpy(regions->data, p.regions.data(), 8 * p.n_head_kv);
 
-    rows k = random_rows(random_type(p.d_k), p.d_k, n_rows, 1, seen);
-    rows v = random_rows(random_type(p.d_v), p.d_v, n_rows, 1, seen);
+    rows k = random_rows(s.type_k, p.d_k, n_rows, 1, seen);
+    rows v = random_rows(s.type_v, p.d_v, n_rows, 1, seen);
     p.k    = k.values;
     p.v    = v.values;
 

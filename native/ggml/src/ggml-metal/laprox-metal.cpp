@@ -366,7 +366,7 @@ static void laprox_encode_score(
     ggml_metal_encoder_set_buffer(enc, bid_part, 1);
     ggml_metal_encoder_set_buffer(enc, bid_lse, 2);
 
-    ggml_metal_encoder_dispatch_threadgroups(enc, laprox_div_up(8 * p.args.n_blk * p.args.n_head, 32), 1, 1, 32, 1, 1);
+    ggml_metal_encoder_dispatch_threadgroups(enc, 8 * p.args.n_blk * p.args.n_head, 1, 1, 32, 1, 1);
 
     sync();
 

@@ -344,6 +344,7 @@ kernel void kernel_laprox_score_stats(
     }
 }
 
+// a simdgroup has a query
 kernel void kernel_laprox_score_lse(
         constant ggml_metal_kargs_laprox_score & args,
         device const float * part, // [2, 8*n_blk*n_head, n_chunk]
@@ -351,30 +352,30 @@ kernel void kernel_laprox_score_lse(
         uint3  tgpig[[threadgroup_position_in_grid]],
         ushort tiitg[[thread_index_in_threadgroup]]) {
     const int n = 8*args.n_blk*args.n_head;
-    const int i = tgpig.x*N_SIMDWIDTH + tiitg;
-
-    if (i >= n) {
-        return;
-    }
+    const int i = tgpig.x;
 
     float mx = -FLT_MAX;
-    for (int c = 0; c < args.n_chunk; ++c) {
+    for (int c = tiitg; c < args.n_chunk; c += N_SIMDWIDTH) {
         device const float * p = part + 2*((uint64_t) c*n + i);
         if (p[1] > 0.0f) {
             mx = max(mx, p[0]);
         }
     }
+    mx = simd_max(mx);
 
     float sum = 0.0f;
-    for (int c = 0; c < args.n_chunk; ++c) {
+    for (int c = tiitg; c < args.n_chunk; c += N_SIMDWIDTH) {
         device const float * p = part + 2*((uint64_t) c*n + i);
         if (p[1] > 0.0f) {
             sum += p[1]*exp(p[0] - mx);
         }
     }
+    sum = simd_sum(sum);
 
-    // a query that sees nothing: never used
-    lse[i] = sum > 0.0f ? mx + log(sum) : 0.0f;
+    if (tiitg == 0) {
+        // a query that sees nothing: never used
+        lse[i] = sum > 0.0f ? mx + log(sum) : 0.0f;
+    }
 }
 
 static inline float laprox_stat_add(const float a, const float b) {
