@@ -61,6 +61,7 @@ def test_kernels_agree_with_float64(driver: Path, kind: str) -> None:
         return
     assert seen("stat", "group") == {(stat, group) for stat in "012" for group in "01"}
     assert {mask for (mask,) in seen("mask")} == {"0", "1"} and any(int(case["tiles"]) > 1 for case in cases)
+    assert "1" in {wide for (wide,) in seen("wide")}  # q, and K or V, beyond the range of F16
     default = {"stat": "0", "group": "0", "d_k": "128", "d_v": "128", "k": "1", "v": "1"}
     assert any(default.items() <= case.items() and int(case["chunks"]) > 2 for case in cases)
 

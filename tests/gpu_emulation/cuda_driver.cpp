@@ -57,6 +57,13 @@ static float draw_number(bool exact) {
     return exact ? draw(-64, 64) / 32.0f : std::normal_distribution<float>()(rng);
 }
 
+// numbers of which the larger half leaves the range of F16
+static constexpr float WIDE = 0x1p16f;
+
+static double clamp_f16(double x) {
+    return std::min(std::max(x, -65504.0), 65504.0);
+}
+
 static size_t row_bytes(ggml_type type, int d) {
     switch (type) {
         case GGML_TYPE_F32: return d * 4;
@@ -66,13 +73,13 @@ static size_t row_bytes(ggml_type type, int d) {
     }
 }
 
-// a row of d elements at data -> what it holds
-static void draw_row(ggml_type type, char * data, int d, bool exact, double * values) {
+// a row of d elements at data -> what it holds; factor: of types that have the range of F32
+static void draw_row(ggml_type type, char * data, int d, bool exact, float factor, double * values) {
     for (int a = 0; a < d; a += 32) {
         char *         block = data + row_bytes(type, a);
         const uint16_t scale = exact ? 0x2400 : (uint16_t) draw(0x2000, 0x27FF); // 2^-6, or about that
         for (int j = 0; j < 32 && a + j < d; ++j) {
-            const float x = draw_number(exact);
+            const float x = draw_number(exact) * (type == GGML_TYPE_F32 || type == GGML_TYPE_BF16 ? factor : 1.0f);
             switch (type) {
                 case GGML_TYPE_F32:
                     memcpy(block + 4 * j, &x, 4);
@@ -175,7 +182,7 @@ struct cache {
     laprox_rows             rows;
     std::vector<double>     values; // [d, n_kv, n_head_kv]
 
-    cache(ggml_type type, int d, int n_kv, int n_head_kv, bool exact, const std::vector<bool> & hidden) {
+    cache(ggml_type type, int d, int n_kv, int n_head_kv, bool exact, const std::vector<bool> & hidden, float factor = 1.0f) {
         const size_t nb2 = row_bytes(type, d);
         const size_t nb1 = nb2 * n_head_kv + 16 * draw(0, 2);
 
@@ -185,7 +192,7 @@ struct cache {
         for (int g = 0; g < n_head_kv; ++g) {
             for (int i = 0; i < n_kv; ++i) {
                 if (!hidden[i]) {
-                    draw_row(type, data->data + i * nb1 + g * nb2, d, exact, &values[((size_t) g * n_kv + i) * d]);
+                    draw_row(type, data->data + i * nb1 + g * nb2, d, exact, factor, &values[((size_t) g * n_kv + i) * d]);
                 }
             }
         }
@@ -273,6 +280,7 @@ static void score_case(int index, bool mma) {
     }
 
     const bool exact = index % 4 != 3; // else the rounding to F16 counts
+    const bool wide  = exact && (index == 4 || index == 6 || index % 16 == 14);
     const bool value = s.d_v != 0;
     const int  gqa   = s.n_gqa;
 
@@ -290,8 +298,8 @@ static void score_case(int index, bool mma) {
 
     const std::vector<bool> hidden = hidden_columns(ref.mask, ref.n_kv, ref.w);
 
-    cache k(s.type_k, ref.d_k, ref.n_kv, ref.n_head_kv, exact, hidden);
-    cache v(s.type_v, ref.d_v, ref.n_kv, ref.n_head_kv, exact, hidden);
+    cache k(s.type_k, ref.d_k, ref.n_kv, ref.n_head_kv, exact, hidden, wide ? WIDE : 1.0f);
+    cache v(s.type_v, ref.d_v, ref.n_kv, ref.n_head_kv, exact, hidden, wide ? WIDE : 1.0f);
     ref.k = k.values;
     ref.v = v.values;
 
@@ -304,10 +312,16 @@ static void score_case(int index, bool mma) {
     for (int h = 0; h < ref.n_head; ++h) {
         for (int t = 0; t < ref.w; ++t) {
             for (int a = 0; a < ref.d_k; ++a) {
-                const float x                              = draw_number(exact);
+                const float x                              = draw_number(exact) * (wide ? WIDE : 1.0f);
                 q.at<float>(t * q_nb1 + h * q_nb2 + 4 * a) = x;
                 ref.q.push_back(x);
             }
+        }
+    }
+    if (wide) { // logits as ever; the tensor cores' kernels stop at the ends of the range
+        ref.scale /= WIDE * (s.type_k == GGML_TYPE_F32 || s.type_k == GGML_TYPE_BF16 ? WIDE : 1.0f);
+        for (auto * x : { &ref.q, &ref.k, &ref.v }) {
+            std::transform(x->begin(), x->end(), x->begin(), [mma](double y) { return mma ? clamp_f16(y) : y; });
         }
     }
 
@@ -373,9 +387,9 @@ static void score_case(int index, bool mma) {
     laprox_score_init(p, mma, scratch.data);
 
     char name[256];
-    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d chunks=%d tiles=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d",
+    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d chunks=%d tiles=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d wide=%d",
             mma ? "mma" : "simt", index, ref.d_k, p.d_v, ref.w, ref.n_kv, p.n_chunks, p.n_tiles, ref.n_head_kv, gqa, k.rows.type, value ? v.rows.type : -1,
-            mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact);
+            mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact, wide);
 
     const auto got = run(name, p.dst, ref.n_kv * ref.n_head_kv, [&] { laprox_score_launch(p, mma, nullptr); });
     compare(name, got, reference::score(ref), !mma || exact ? 4e-5 : 4e-2);

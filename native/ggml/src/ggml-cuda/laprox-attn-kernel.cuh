@@ -1,7 +1,7 @@
 // Decode attention over one region of rows per KV head. It reads K and V once and does little else:
 //
 //   attn     a block is (chunk of mask columns, KV head, token): (max, sum, sum of weighted V) for every head of the group
-//   combine  the chunks in order
+//   combine  the chunks, shared out to warps
 //
 // A row is spread over just enough lanes to read 8 elements each (16 bytes of F16), and is used for R query heads at once;
 // a group of more than 8 heads reads it again, from the cache. Masked rows are never read, all sums are F32, and no sum
@@ -14,6 +14,10 @@
 static constexpr int LAPROX_ATTN_THREADS = 128;
 static constexpr int LAPROX_ATTN_WARPS   = LAPROX_ATTN_THREADS / 32;
 static constexpr int LAPROX_ATTN_ROWS    = 4; // that a thread asks for at once
+static constexpr int LAPROX_ATTN_MAX_D   = 256;
+
+static constexpr int LAPROX_COMBINE_THREADS = 256;
+static constexpr int LAPROX_COMBINE_WARPS   = LAPROX_COMBINE_THREADS / 32;
 
 struct laprox_attn_params {
     const char *    q; // F32
@@ -221,19 +225,20 @@ static __global__ void __launch_bounds__(LAPROX_ATTN_THREADS) laprox_attn(const 
     }
 }
 
-// a block is (query head, token)
-static __global__ void __launch_bounds__(LAPROX_ATTN_THREADS) laprox_attn_combine(const laprox_attn_params p) {
+// a block is (query head, token); a warp has every LAPROX_COMBINE_WARPS-th chunk
+static __global__ void __launch_bounds__(LAPROX_COMBINE_THREADS) laprox_attn_combine(const laprox_attn_params p) {
     LAPROX_SHARED(shared);
 
-    float * weight = (float *) shared; // [n_chunks]
+    float * sums = (float *) shared; // [d_v, n warps]
 
+    const int     warp = threadIdx.x / 32;
     const int     lane = threadIdx.x % 32;
     const int64_t out  = (int64_t) blockIdx.y * gridDim.x + blockIdx.x;
     const int64_t next = (int64_t) gridDim.y * gridDim.x * (p.d_v + 2); // from chunk to chunk
 
     const float * part = p.part + out * (p.d_v + 2);
 
-    // every warp on its own
+    // of all chunks, every warp on its own
     float max = -INFINITY;
     float sum = 0.0f;
     for (int c = lane; c < p.n_chunks; c += 32) {
@@ -248,20 +253,34 @@ static __global__ void __launch_bounds__(LAPROX_ATTN_THREADS) laprox_attn_combin
         laprox_merge(max, sum, max_b, sum_b);
     }
 
-    for (int c = threadIdx.x; c < p.n_chunks; c += LAPROX_ATTN_THREADS) {
+    float acc[LAPROX_ATTN_MAX_D / 32] = {}; // elements lane, lane + 32, ..
+    for (int c = warp; c < p.n_chunks; c += LAPROX_COMBINE_WARPS) {
         const float m = part[c * next + p.d_v];
-        weight[c]     = m == -INFINITY ? 0.0f : exp2f(m - max) / sum;
+        if (m == -INFINITY) {
+            continue; // the whole warp; there are no values
+        }
+        const float w = exp2f(m - max) / sum;
+#pragma unroll
+        for (int j = 0; j < LAPROX_ATTN_MAX_D / 32; ++j) {
+            if (j * 32 + lane < p.d_v) {
+                acc[j] += w * part[c * next + j * 32 + lane];
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < LAPROX_ATTN_MAX_D / 32; ++j) {
+        if (j * 32 + lane < p.d_v) {
+            sums[warp * p.d_v + j * 32 + lane] = acc[j];
+        }
     }
     __syncthreads();
 
-    for (int e = threadIdx.x; e < p.d_v; e += LAPROX_ATTN_THREADS) {
-        float acc = 0.0f;
-        for (int c = 0; c < p.n_chunks; ++c) {
-            if (weight[c] > 0.0f) {
-                acc += weight[c] * part[c * next + e];
-            }
+    for (int e = threadIdx.x; e < p.d_v; e += LAPROX_COMBINE_THREADS) {
+        float res = 0.0f;
+        for (int j = 0; j < LAPROX_COMBINE_WARPS; ++j) {
+            res += sums[j * p.d_v + e];
         }
-        p.dst[out * p.d_v + e] = acc;
+        p.dst[out * p.d_v + e] = res;
     }
 }
 
@@ -301,5 +320,5 @@ static void laprox_attn_launch(const laprox_attn_params & p, cudaStream_t stream
     }
 
     const dim3 grid(p.n_head_kv * p.n_gqa, p.n_tokens);
-    LAPROX_LAUNCH(laprox_attn_combine, grid, dim3(LAPROX_ATTN_THREADS), sizeof(float) * p.n_chunks, stream, p);
+    LAPROX_LAUNCH(laprox_attn_combine, grid, dim3(LAPROX_COMBINE_THREADS), sizeof(float) * LAPROX_COMBINE_WARPS * p.d_v, stream, p);
 }

@@ -61,8 +61,7 @@ bool ggml_cuda_laprox_attn_supported(int device, const ggml_tensor * dst) {
 
     return laprox_rows_supported(k) && laprox_rows_supported(v) && q->nb[0] == sizeof(float) &&
             mask->nb[0] == sizeof(ggml_fp16_t) &&
-            q->ne[2] <= 65535 && regions->ne[1] <= 65535 &&                // blocks of a grid
-            mask->ne[0] <= (int64_t) (256 * LAPROX_MAX_SHARED / sizeof(float)); // one weight per chunk in shared memory
+            q->ne[2] <= 65535 && regions->ne[1] <= 65535 && mask->ne[0] <= INT32_MAX / 2; // blocks of a grid
 }
 
 #endif

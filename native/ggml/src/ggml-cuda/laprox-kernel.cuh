@@ -88,6 +88,11 @@ static __device__ __forceinline__ void laprox_load_8(ggml_type type, const char 
     }
 }
 
+// what leaves the range of F16 stays at its end: an infinity would become NaN in the softmax
+static __device__ __forceinline__ half laprox_to_half(float x) {
+    return __float2half(fminf(fmaxf(x, -65504.0f), 65504.0f));
+}
+
 // the same, rounded to F16
 static __device__ __forceinline__ uint4 laprox_load_8_f16(ggml_type type, const char * row, int e) {
     if (type == GGML_TYPE_F16) {
@@ -101,7 +106,7 @@ static __device__ __forceinline__ uint4 laprox_load_8_f16(ggml_type type, const 
     half * h = (half *) &res;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-        h[i] = __float2half(x[i]);
+        h[i] = laprox_to_half(x[i]);
     }
 
     return res;

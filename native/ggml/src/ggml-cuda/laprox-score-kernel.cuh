@@ -3,7 +3,7 @@
 //   queries  queries of a KV head -> tiles of matrix rows, zeros below
 //   max_sum  pass 1: (max, sum) of the logits of every query over each chunk of positions
 //   lse      the chunks in order -> log-sum-exp of every query
-//   gram     Gram matrix -> packed upper triangle
+//   gram     Gram matrix -> packed upper triangle, doubled off the diagonal
 //   norm     sqrt(v^T G_h v)
 //   stat     pass 2: the logits again, now normalised -> column statistic, times the norms, mean over the group
 //
@@ -75,14 +75,22 @@ struct laprox_score_params {
 //
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 750
+// widest head of which two blocks of stat have room in a multiprocessor: those of sm_75 have 64 KB of shared memory
+#    if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 750
+static constexpr int LAPROX_STAT_TWO = 80;
+#    else
+static constexpr int LAPROX_STAT_TWO = 128;
+#    endif
+
 template<int D>
 struct laprox_tile_mma {
     using elem = half;
 
-    static constexpr int n_rows   = 128;              // 16 per warp
-    static constexpr int n_blocks = D <= 128 ? 2 : 1; // per multiprocessor: 128 or 255 registers
-    static constexpr int stride   = D + 8;
-    static constexpr int n_next   = (LAPROX_TILE * D / 8 + LAPROX_SCORE_THREADS - 1) / LAPROX_SCORE_THREADS;
+    static constexpr int n_rows        = 128;              // 16 per warp
+    static constexpr int n_blocks      = D <= 128 ? 2 : 1; // per multiprocessor: 128 or 255 registers
+    static constexpr int n_blocks_stat = D <= LAPROX_STAT_TWO ? 2 : 1;
+    static constexpr int stride        = D + 8;
+    static constexpr int n_next        = (LAPROX_TILE * D / 8 + LAPROX_SCORE_THREADS - 1) / LAPROX_SCORE_THREADS;
 
     static constexpr size_t n_shared(int d) { return sizeof(half) * LAPROX_TILE * (d + 8); }
 
@@ -152,8 +160,9 @@ template<int D>
 struct laprox_tile_mma { // never launched on these devices
     using elem = half;
 
-    static constexpr int n_rows   = 128;
-    static constexpr int n_blocks = 1;
+    static constexpr int n_rows        = 128;
+    static constexpr int n_blocks      = 1;
+    static constexpr int n_blocks_stat = 1;
 
     static constexpr size_t n_shared(int d) { return sizeof(half) * LAPROX_TILE * (d + 8); }
 
@@ -170,8 +179,9 @@ struct laprox_tile_mma { // never launched on these devices
 struct laprox_tile_simt {
     using elem = float;
 
-    static constexpr int n_rows   = 64; // 8 per warp
-    static constexpr int n_blocks = 2;
+    static constexpr int n_rows        = 64; // 8 per warp
+    static constexpr int n_blocks      = 2;
+    static constexpr int n_blocks_stat = 2;
 
     static constexpr size_t n_shared(int d) { return sizeof(float) * LAPROX_TILE * (d + 4); }
 
@@ -243,7 +253,7 @@ static __device__ __forceinline__ void laprox_store(float * dst, float x) {
 }
 
 static __device__ __forceinline__ void laprox_store(half * dst, float x) {
-    *dst = __float2half(x);
+    *dst = laprox_to_half(x);
 }
 
 // one thread per element of qs
@@ -268,49 +278,39 @@ static __global__ void laprox_score_queries(const laprox_score_params p) {
     laprox_store((T *) p.qs + i, val);
 }
 
-// v^T G v = sum_a v_a (G_aa v_a + sum_{b > a} (G_ab + G_ba) v_b): only the upper triangle is multiplied.
-// scaled by a power of two, so that no entry leaves the range of F16. one block per query head
+// G is symmetric, so v^T G v = sum_a v_a (G_aa v_a + 2 sum_{b > a} G_ab v_b): only the upper triangle is multiplied.
+// scaled by a power of two, so that no entry leaves the range of F16; G has no negative eigenvalue, so its largest entry is on
+// the diagonal. a block is (query head, one row per warp)
 template<typename T>
 static __global__ void laprox_score_gram(const laprox_score_params p) {
-    LAPROX_SHARED(shared);
+    const int    lane = threadIdx.x % 32;
+    const int    h    = blockIdx.x;
+    const int    a    = blockIdx.y * LAPROX_SCORE_WARPS + threadIdx.x / 32;
+    const int    d    = p.d_v;
+    const char * G    = p.gram + h * p.gram_nb[2];
 
-    const int    h = blockIdx.x;
-    const int    d = p.d_v;
-    const char * G = p.gram + h * p.gram_nb[2];
-    float *      m = (float *) shared; // [n threads]
-
-    m[threadIdx.x] = 0.0f;
-    for (int i = threadIdx.x; i < d * d; i += blockDim.x) {
-        m[threadIdx.x] = fmaxf(m[threadIdx.x], fabsf(*(const float *) (G + i % d * p.gram_nb[0] + i / d * p.gram_nb[1])));
+    float max = 0.0f;
+    for (int b = lane; b < d; b += 32) {
+        max = fmaxf(max, *(const float *) (G + b * (p.gram_nb[0] + p.gram_nb[1])));
     }
-    for (int s = blockDim.x / 2; s > 0; s /= 2) {
-        __syncthreads();
-        if ((int) threadIdx.x < s) {
-            m[threadIdx.x] = fmaxf(m[threadIdx.x], m[threadIdx.x + s]);
-        }
+    for (int s = 16; s > 0; s /= 2) {
+        max = fmaxf(max, __shfl_xor_sync(0xFFFFFFFF, max, s));
     }
-    __syncthreads();
 
     int exponent;
-    frexpf(m[0], &exponent);
-    if (threadIdx.x == 0) {
+    frexpf(max, &exponent);
+    if (a == 0 && lane == 0) {
         p.gram_scale[h] = ldexpf(1.0f, exponent);
     }
     const float scale = ldexpf(1.0f, -exponent);
 
-    T * dst = (T *) p.grams + (int64_t) h * p.n_gram * d;
-    for (int i = threadIdx.x; i < p.n_gram * d; i += blockDim.x) {
-        const int a = i / d;
-        const int b = i % d;
-
+    T * dst = (T *) p.grams + ((int64_t) h * p.n_gram + a) * d;
+    for (int b = lane; b < d; b += 32) {
         float val = 0.0f;
-        if (a < d && b >= a) {
-            val = *(const float *) (G + b * p.gram_nb[0] + a * p.gram_nb[1]);
-            if (b > a) {
-                val += *(const float *) (G + a * p.gram_nb[0] + b * p.gram_nb[1]);
-            }
+        if (b >= a) { // in no row from d on
+            val = (b > a ? 2.0f : 1.0f) * *(const float *) (G + b * p.gram_nb[0] + a * p.gram_nb[1]);
         }
-        laprox_store(dst + i, scale * val);
+        laprox_store(dst + b, scale * val);
     }
 }
 
@@ -503,7 +503,7 @@ static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) l
 // The queries of a tile are shared out to units: (part of the queries, head of the group), or (part of the queries) where
 // the mean over the group comes first. A unit belongs to one warp, and leaves one number per position.
 template<class Tile>
-static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) laprox_score_stat(const laprox_score_params p) {
+static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks_stat) laprox_score_stat(const laprox_score_params p) {
     LAPROX_SHARED(shared);
 
     constexpr int n_own = Tile::n_rows / LAPROX_SCORE_WARPS;
@@ -656,7 +656,7 @@ static void laprox_score_launch_value(const laprox_score_params & p, cudaStream_
     const dim3 block(LAPROX_SCORE_THREADS);
 
     const auto gram = laprox_score_gram<typename Tile::elem>;
-    LAPROX_LAUNCH(gram, dim3(p.n_head_kv * p.n_gqa), block, sizeof(float) * LAPROX_SCORE_THREADS, stream, p);
+    LAPROX_LAUNCH(gram, dim3(p.n_head_kv * p.n_gqa, p.n_gram / LAPROX_SCORE_WARPS), block, 0, stream, p);
 
     const auto norm = laprox_score_norm<Tile>;
     LAPROX_LAUNCH(norm, dim3(p.n_gqa, p.n_chunks, p.n_head_kv), block, laprox_score_shared_norm<Tile>(p), stream, p);
