@@ -402,34 +402,6 @@ def test_markdown_tables_against_the_records(tmp_path: Path) -> None:
     )
 
 
-def test_report_of_a_divergence_has_a_logarithmic_axis(tmp_path: Path) -> None:
-    folder(tmp_path, task="continuation", metric="kl", higher=False, kind=None)
-    plots = pytest.importorskip("laprox_llamacpp.evaluate.plots")
-    e = one(tmp_path)
-    plot = plots.by_budget(e, "f16", plots.Look.of(e.methods))
-    assert "lower is better" in plot.figure.axes[0].get_ylabel()
-    axis = plot.figure.axes[0]
-    assert axis.get_yscale() == "log"
-    drawn = axis.containers[0].lines[0].get_ydata()
-    assert list(drawn) == pytest.approx([e.mean(Key("f16", "laprox", b)).mean for b in e.budgets])
-
-
-def test_report_with_lengths_has_depth_by_length(tmp_path: Path) -> None:
-    folder(tmp_path, "short")
-    folder(tmp_path, "long", tokens=512)
-    plots = pytest.importorskip("laprox_llamacpp.evaluate.plots")
-    family, _ = stats.read(tmp_path)
-    figure = plots.by_length(family, "f16").figure
-    assert len(figure.axes) == len(METHODS) * len(BUDGETS)
-    for (budget, method), axis in zip([(b, m) for b in BUDGETS for m in METHODS], figure.axes):
-        mesh = np.asarray(axis.collections[0].get_array()).reshape(2, 2)  # depth, length
-        for (i, j), value in np.ndenumerate(mesh):
-            cell, depth = f"{method}@{budget}", (0.1, 0.9)[i]
-            same = [s.cells[cell]["score"] for s in family[j].samples
-                    if s.record["info"]["depth"] == depth and s.id[1] != 1]  # fmt: skip
-            assert value == pytest.approx(statistics.mean(same))
-
-
 @pytest.mark.parametrize("what", ["no samples", "unknown metric", "missing cells", "half a line", "broken neighbour"])
 def test_report_of_unfinished_runs(tmp_path: Path, what: str) -> None:
     records = folder(tmp_path)

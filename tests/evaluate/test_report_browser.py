@@ -13,6 +13,7 @@ import pytest
 from test_report import data, folder, made
 
 from laprox_llamacpp.evaluate import kept_page
+from laprox_llamacpp.evaluate.page import page
 
 pytestmark = pytest.mark.slow
 BROWSER = next(
@@ -64,11 +65,35 @@ def test_report(tab: Any, tmp_path: Path) -> None:
     folder(tmp_path, kv_types=("f16", "q4_0"))
     tab.goto(report.write(tmp_path, tmp_path / "report").as_uri())
     boxes = tab.eval_on_selector_all("figure svg", "all => all.map(s => [s.getBBox().width, s.getBBox().height])")
-    assert len(boxes) == 7 and all(w > 100 and h > 100 for w, h in boxes)
+    assert len(boxes) == 7 and all(w > 100 and h > 80 for w, h in boxes)
     assert tab.locator("table").count() >= 5
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1200
     tab.set_viewport_size({"width": 400, "height": 800})  # a phone: tables scroll inside themselves
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_letters_of_figures_are_apart(tab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The browser sets the text, as wide as its own fonts are."""
+    pytest.importorskip("matplotlib")
+    from test_plots import many
+
+    found = [p for p in many(tmp_path, monkeypatch) if p.name != "bytes"]  # its points have names that may meet
+    file = tmp_path / "figures.html"
+    file.write_text(page("figures", "".join(f"<figure>{p.write(tmp_path, p.name)}</figure>" for p in found)))
+    tab.goto(file.as_uri())
+    for plot, (size, boxes) in zip(found, tab.evaluate(
+        "() => Array.from(document.querySelectorAll('svg'), s => { const o = s.getBoundingClientRect();"
+        " return [[o.width, o.height], Array.from(s.querySelectorAll('text'), t => {"
+        " const r = t.getBoundingClientRect(); return [r.x - o.x, r.y - o.y, r.right - o.x, r.bottom - o.y]; })]; })"
+    )):  # fmt: skip
+        assert size[0] == pytest.approx(96 * plot.figure.get_figwidth(), abs=1)
+        assert len(boxes) > 10
+        # a line is higher than its letters: lines of one text may touch
+        inner = [(x0, y0 + 0.2 * (y1 - y0), x1, y1 - 0.2 * (y1 - y0)) for x0, y0, x1, y1 in boxes]
+        for i, a in enumerate(inner):
+            assert a[0] >= 0 and a[1] >= 0 and a[2] <= size[0] and a[3] <= size[1], plot.name
+            for b in inner[:i]:
+                assert a[0] > b[2] or b[0] > a[2] or a[1] > b[3] or b[1] > a[3], (plot.name, a, b)
 
 
 def test_kept_text_is_shaded_by_the_chosen_method(tab: Any, tmp_path: Path) -> None:
