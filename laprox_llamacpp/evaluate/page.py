@@ -22,7 +22,8 @@ td.better { color: #004f7a; font-weight: 600; } td.worse { color: #a33f00; font-
 figure { margin: .8rem 0; } figure svg { max-width: 100%; height: auto; display: block; }
 figcaption { color: #444; font-size: .88rem; } code { font-size: .85rem; }
 @media print { body { padding: 0; max-width: none; font-size: 11px; } a { color: inherit; }
-  figure, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
+  figure, tr { break-inside: avoid; } figure svg { width: 100%; } table { font-size: .68rem; }
+  h2, h3 { break-after: avoid; } .scroll { overflow: visible; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 

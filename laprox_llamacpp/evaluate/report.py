@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import re
+import zlib
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -176,14 +176,9 @@ def _families(experiments: Sequence[Experiment]) -> list[list[Experiment]]:
 
 def _figure(plot: Plot, name: str, out: Path) -> str:
     """Write the figure as PNG and SVG, and return it for the page."""
-    plot.figure.savefig(out / f"{name}.png", dpi=160)
-    plot.figure.set_layout_engine("none")  # laid out once is enough
-    drawn = io.StringIO()
-    plot.figure.savefig(drawn, format="svg", metadata={"Date": None})
-    text = drawn.getvalue()
-    (out / f"{name}.svg").write_text(text, encoding="utf-8")
-    svg = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{name}-", svg)  # several figures are in one page
+    svg = plot.write(out, name)
+    short = f"f{zlib.crc32(name.encode()):x}-"  # several figures are in one page
+    svg = re.sub(r'( id="|"#|url\(#)', rf"\g<1>{short}", svg)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(plot.caption)}" ', 1)
     return f"<figure>{svg}<figcaption>{escape(plot.caption)} ({escape(name)}.png, .svg)</figcaption></figure>"
 

@@ -261,7 +261,7 @@ class Session(Llama):
     def _logprobs(self, tokens: Sequence[int]) -> Iterator[F32]:
         for row in self._rows(tokens):
             shifted = row - row.max()
-            yield shifted - np.log(np.exp(shifted, dtype=np.float64).sum()).astype(np.float32)
+            yield shifted - np.float32(np.log(np.exp(shifted).sum(dtype=np.float64)))
 
     def _rows(self, tokens: Sequence[int]) -> Iterator[F32]:
         """Append `tokens`, at most n_batch; logits [n_vocab] after each, valid until something else is decoded."""
