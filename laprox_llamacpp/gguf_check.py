@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+
+from .memory import _Reader
 
 _MAGIC = b"GGUF"
 _HEADER = 24  # magic, version, number of tensors, number of key-value pairs
@@ -22,3 +25,17 @@ def require(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"Model file is not GGUF (it starts with {head[:4]!r}, expected {_MAGIC!r}): {path}")
     if len(head) < _HEADER:
         raise ValueError(f"Model file is truncated in its header, download it again: {path}")
+
+
+def n_ctx_train(path: str | os.PathLike[str]) -> int | None:
+    """Tokens of context that a model was trained for, None if the file does not say.
+
+    Raises ValueError when the metadata cannot be read.
+    """
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        try:
+            found = _Reader(data).metadata()
+        except ValueError as e:
+            raise ValueError(f"{path}: {e}") from None
+    n = found.get(f"{found.get('general.architecture')}.context_length")
+    return n if isinstance(n, int) else None

@@ -6,7 +6,7 @@
 #   scripts/reproduce.sh PART...              run some, e.g. needle-qwen-2k; add SHARD=0/4 to split one over machines
 #   scripts/reproduce.sh all                  run all, then write the report
 #   scripts/reproduce.sh --quick              15 minutes: short prompts, few samples and methods, into results-quick/
-#   scripts/reproduce.sh pack                 compress the samples, as they are in the repository; a part unpacks its own
+#   scripts/reproduce.sh pack                 compress the samples, as they are in the repository; a part goes on from them
 #   scripts/reproduce.sh report               the HTML report of what is there, and its tables, figures and CSV files
 #
 # OUT is the folder of the results (docs/results), THREADS the cores to use, QWEN and SMOL the models: names or GGUF files.
@@ -107,12 +107,22 @@ run() {
             --tokens "${task#bench:}" --rounds "$samples" --decode 16 --threads "$THREADS" --out "$OUT/$name/bench.json"
         return
     fi
-    find "$OUT/$name" -name '*.jsonl.gz' -exec gunzip {} + 2>/dev/null || true
     laprox-llamacpp eval "$task" --model "$model" --methods "$methods" --budgets "$budgets" --kv-type "$types" \
         --samples "$samples" --shard "$SHARD" --threads "$THREADS" --out "$OUT/$name"
 }
 
 report() { laprox-llamacpp report "$OUT" --out "$OUT/report"; }
+
+# merged first, so that shards and what was measured after an earlier packing are in the one file
+pack() {
+    local folder
+    for folder in "$OUT"/*/; do
+        if compgen -G "$folder/samples*.jsonl" >/dev/null; then
+            laprox-llamacpp merge "$folder" --out "$folder"
+            gzip -9n "$folder/samples.jsonl"
+        fi
+    done
+}
 
 all_of() {
     while read -r line; do run $line </dev/null; done < <("$1")
@@ -130,7 +140,7 @@ all) all_of parts ;;
     for name in "$@"; do
         case "$name" in
         report) report ;;
-        pack) find "$OUT" -name '*.jsonl' -exec gzip -9n {} + ;;
+        pack) pack ;;
         *)
             line="$(parts && quick_parts)"
             line="$(grep "^$name " <<<"$line")" || { echo "no part $name; see: scripts/reproduce.sh list" >&2; exit 2; }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import models
 from .._types import NAMES
 from . import bench as bench_
+from .records import SAMPLES
 from .runner import Run, run
 from .task import Task
 
 _SHARD = re.compile(r"(\d+)/(\d+)")
+_WEEK = 7 * 24 * 3600  # seconds; a sample may take hours, and the time left is told from the last ones
 
 
 def evaluate(
@@ -40,27 +43,31 @@ def evaluate(
         )
     spec.cells  # noqa: B018 - a bad method or budget is told before a model is loaded
     if ray_address is not None:
+        if spec.shard[0]:
+            raise ValueError(f"--shard is {shard!r}, expected 0/{m[2]} with --ray, which sends all {m[2]} shards")
         on_ray(spec, out, ray_address)
         return
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+        TimeRemainingColumn(), console=console, disable=not console.is_terminal, speed_estimate_period=_WEEK,
     )  # fmt: skip
+    eta = _Eta()
     with bar:
         shown = bar.add_task(f"{spec.task.name} {spec.model_path.name}")
 
         def on_sample(done: int, total: int) -> None:
             bar.update(shown, completed=done, total=total)
             if not console.is_terminal:
-                console.print(f"{done} of {total} samples", markup=False, highlight=False)
+                console.print(f"{done} of {total} samples{eta(done, total)}", markup=False, highlight=False)
 
         records = run(spec, out, on_sample)
-    console.print(f"{len(records)} samples in {out / spec.samples_file}", markup=False)
+    console.print(f"{len(records)} samples in {out}", markup=False)
 
 
 def on_ray(spec: Run, out: Path, address: str) -> None:
-    """Each of the run's N shards as a Ray task of `n_threads` CPUs; `out` is on storage that all nodes share.
+    """Each of the run's N shards as a Ray task of `n_threads` CPUs, and of a GPU if layers are to be there; `out` is on
+    storage that all nodes share.
 
     Raises ValueError when Ray is not installed.
     """
@@ -72,8 +79,32 @@ def on_ray(spec: Run, out: Path, address: str) -> None:
 
     ray.init(address=address, ignore_reinit_error=True)
     n = spec.shard[1]
-    remote: Any = ray.remote(num_cpus=spec.n_threads)(run)
+    gpus = {"num_gpus": 1} if spec.n_gpu_layers else {}
+    remote: Any = ray.remote(num_cpus=spec.n_threads, **gpus)(run)
+    Console(stderr=True, soft_wrap=True).print(
+        f"{n} shards on Ray: each sample that is done is a line of {out / SAMPLES}", markup=False, highlight=False
+    )
     ray.get([remote.remote(replace(spec, shard=(i, n)), out.resolve()) for i in range(n)])
+
+
+class _Eta:
+    """How long a run still takes, told from what was measured since the first call."""
+
+    def __init__(self) -> None:
+        self.start: tuple[int, float] | None = None
+
+    def __call__(self, done: int, total: int) -> str:
+        """Such as ", 18 min left"; nothing as long as nothing was measured, and at the end."""
+        now = time.monotonic()
+        if self.start is None:
+            self.start = (done, now)
+        before, since = self.start
+        if done in (before, total):
+            return ""
+        left = (now - since) / (done - before) * (total - done)
+        if left < 90:
+            return f", {left:.0f} s left"
+        return f", {left / 60:.0f} min left" if left < 90 * 60 else f", {left / 3600:.1f} h left"
 
 
 def bench(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,23 +48,73 @@ class Sample:
 
 
 def read_folder(run_file: Path) -> Folder:
-    """The folder of a run.json. Raises ValueError, TypeError or KeyError when it is none of ours."""
-    head = json.loads(run_file.read_text(encoding="utf-8"))
-    setup = head["setup"]
-    if not isinstance(setup, dict):
-        raise ValueError("its setup is no object")
-    records, n_bad = [], 0
-    for file in sorted([*run_file.parent.glob(SAMPLES), *run_file.parent.glob(PACKED)]):
-        text = file.read_bytes()
-        *lines, _unfinished = (gzip.decompress(text) if file.suffix == ".gz" else text).split(b"\n")
-        for line in lines:
+    """The folder of a run.json, with the last record of each sample and KV type; lines that are no records are counted.
+
+    Raises ValueError when it is none of ours.
+    """
+    head = read_head(run_file)
+    records: dict[tuple[str, int], dict[str, Any]] = {}
+    n_bad = 0
+    for file in sample_files(run_file.parent):
+        for line in _lines(file):
             try:
-                record = json.loads(line)
-                record["kv_type"], record["index"], record["cells"].items()
-                records.append(record)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                record = _record(line)
+            except ValueError:
                 n_bad += 1
-    return Folder(run_file.parent, setup, head.get("made") or {}, records, n_bad)
+                continue
+            records[record["kv_type"], record["index"]] = record
+    made = head.get("made")
+    return Folder(run_file.parent, head["setup"], made if isinstance(made, dict) else {}, list(records.values()), n_bad)
+
+
+def read_head(run_file: Path) -> dict[str, Any]:
+    """A run.json. Raises ValueError when it is none of ours."""
+    head: dict[str, Any] = json.loads(run_file.read_text(encoding="utf-8"))
+    setup = head.get("setup") if isinstance(head, dict) else None
+    if not isinstance(setup, dict):
+        raise ValueError("it has no setup, expected what `laprox-llamacpp eval` writes")
+    if not isinstance(setup.get("n_samples"), int) or not isinstance(setup.get("kv_types"), list):
+        raise ValueError("its setup has no n_samples or kv_types, expected what `laprox-llamacpp eval` writes")
+    return head
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """Of all shards, packed ones first: a line in a plain file is the later one."""
+    return [*sorted(folder.glob(PACKED)), *sorted(folder.glob(SAMPLES))]
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Records of a file, packed or not, none if it is missing; a last line that a kill cut short does not count.
+
+    Raises ValueError for another line that is no record.
+    """
+    records = []
+    for i, line in enumerate(_lines(file) if file.exists() else [], 1):
+        try:
+            records.append(_record(line))
+        except ValueError as e:
+            raise ValueError(f"line {i} of {file} is no record ({e}); remove that line to measure it again") from e
+    return records
+
+
+def _lines(file: Path) -> list[bytes]:
+    text = file.read_bytes()
+    if file.suffix == ".gz":
+        try:
+            text = gzip.decompress(text)
+        except (OSError, EOFError, zlib.error) as e:
+            raise ValueError(f"{file} cannot be unpacked ({e})") from e
+    return text.split(b"\n")[:-1]
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("expected an object")
+    for key, kind in (("kv_type", str), ("index", int), ("cells", dict)):
+        if not isinstance(record.get(key), kind):
+            raise ValueError(f"its {key} is {record.get(key)!r}")
+    return record
 
 
 def join(folders: Sequence[Folder]) -> list[Sample]:

@@ -11,16 +11,18 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any, TextIO
 
 import llama_cpp
+import numpy as np
 
 from .. import __version__, _native, gguf_check
 from .cells import FULL, Cell, grid
-from .records import width
+from .records import RUN_FILE, read, read_head, sample_files, width
 from .session import Session
 from .task import Task
 
@@ -29,8 +31,7 @@ try:
 except ImportError:  # Windows: two evals in one folder are not noticed there
     fcntl = None  # type: ignore[assignment]
 
-RUN_FILE = "run.json"
-SAMPLES = "samples*.jsonl"
+LATER = ("data_sha256",)  # keys of a setup that earlier versions did not write
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,26 @@ class Run:
         """The KV type whose full cache the others are held against."""
         return min(self.kv_types, key=width)
 
+    @property
+    def n_ctx(self) -> int:
+        """Of the sessions, in tokens: with room as far as the model goes.
+
+        Raises ValueError when the samples need more than the model was trained for.
+        """
+        need, n_train = self.task.n_need, gguf_check.n_ctx_train(self.model_path)
+        if n_train is None:
+            return self.task.n_ctx
+        if need > n_train:
+            option = self.task.length
+            n = int(getattr(self.task, option))
+            most = n_train - (need - n)
+            raise ValueError(
+                f"{self.task.name}:{option}={n} with {need - n} more for its answers needs a context of {need} tokens, "
+                f"the model was trained for {n_train}: use "
+                + (f"{option}={most} or less" if most > 0 else "fewer or shorter answers")
+            )
+        return min(self.task.n_ctx, n_train)
+
     def setup(self) -> dict[str, Any]:
         """What makes two runs the same: only such records may be in one folder."""
         return {
@@ -77,10 +98,15 @@ class Run:
             "higher": self.task.higher,
             "model": self.model_path.name,
             "model_sha256": sha256(self.model_path),
+            "data_sha256": self.task.data_sha256(),
             "cells": [c.name for c in self.cells],
             "kv_types": list(self.kv_types),
             "n_samples": self.n_samples,
         }
+
+    def made(self) -> dict[str, Any]:
+        """Where, when and by what it is made."""
+        return {**machine(), "n_threads": self.n_threads, "n_gpu_layers": self.n_gpu_layers}
 
     @property
     def samples_file(self) -> str:
@@ -126,22 +152,28 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
     for cell in spec.cells:
         cell.policy.check_model(str(spec.model_path))
     spec.task.check()
-    setup = spec.setup()
+    spec.n_ctx  # noqa: B018 - samples that do not fit are told before anything is written
+    setup, made = spec.setup(), spec.made()
     out.mkdir(parents=True, exist_ok=True)
-    _claim(out / RUN_FILE, setup)
+    new = _claim(out, setup, made)
     file = out / spec.samples_file
-    with file.open("a", encoding="utf-8") as f, _alone(f, file):
-        return _run(spec, file, f, on_sample)
+    with file.open("a", encoding="utf-8") as f, _alone(f, file), _given_back(file, new):
+        return _run(spec, made, file, f, on_sample)
 
 
-def _run(spec: Run, file: Path, f: TextIO, on_sample: Callable[[int, int], None]) -> list[dict[str, Any]]:
-    records = {(r["kv_type"], r["index"]): r for r in read(file) if _is_of(spec, r)}
-    _drop_torn_line(file)
+def _run(
+    spec: Run, made: dict[str, Any], file: Path, f: TextIO, on_sample: Callable[[int, int], None]
+) -> list[dict[str, Any]]:
     i, n = spec.shard
+    found = [r for other in sample_files(file.parent) for r in read(other)]  # packed or in other shards, too
+    records = {(r["kv_type"], r["index"]): r for r in found if r["index"] % n == i and _is_of(spec, r)}
+    _drop_torn_line(file)
     missing = {s: [t for t in spec.kv_types if (t, s) not in records] for s in range(spec.n_samples) if s % n == i}
     total = len(records) + sum(map(len, missing.values()))
     on_sample(len(records), total)
-    for record in _measure(spec, missing):
+    for n_new, record in enumerate(_measure(spec, missing)):
+        if n_new == 0:
+            _tell_made(file.parent, made)
         records[record["kv_type"], record["index"]] = record
         f.write(json.dumps(record) + "\n")
         f.flush()
@@ -166,6 +198,23 @@ def _alone(f: TextIO, file: Path) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _given_back(file: Path, new: bool) -> Iterator[None]:
+    """No empty file is left. A run that fails before its first record does not keep the folder either: the corrected
+    command may take it.
+    """
+    failed = True
+    try:
+        yield
+        failed = False
+    finally:
+        if not file.stat().st_size:
+            with suppress(OSError):  # Windows removes no open file
+                file.unlink()
+                if failed and new and not sample_files(file.parent):
+                    (file.parent / RUN_FILE).unlink()
+
+
 def _measure(spec: Run, missing: Mapping[int, Sequence[str]]) -> Iterator[dict[str, Any]]:
     """Records of the samples and KV types that are missing, sample by sample; a session of each type stays open."""
     sessions: dict[str, Session] = {}
@@ -173,7 +222,7 @@ def _measure(spec: Run, missing: Mapping[int, Sequence[str]]) -> Iterator[dict[s
     def session(kv_type: str) -> Session:
         if kv_type not in sessions:
             sessions[kv_type] = Session(
-                str(spec.model_path), spec.cells, n_ctx=spec.task.n_ctx, type_k=kv_type, type_v=kv_type,
+                str(spec.model_path), spec.cells, n_ctx=spec.n_ctx, type_k=kv_type, type_v=kv_type,
                 n_threads=spec.n_threads, n_threads_batch=spec.n_threads, watch=spec.task.watch,
                 n_gpu_layers=spec.n_gpu_layers,
             )  # fmt: skip
@@ -214,30 +263,58 @@ def _measure_sample(
             "kv_type": kv_type,
             **({"reference": spec.widest} if spec.task.against_full else {}),
             "n_prompt": len(sample.tokens),
+            "prompt_sha256": hashlib.sha256(np.array(sample.tokens, "<i4").tobytes()).hexdigest()[:16],
             "prefill_s": round(on.prefill_s, 3),
             "info": sample.info,
             "cells": measured,
         }
 
 
-def _claim(file: Path, setup: dict[str, Any]) -> None:
-    """Write run.json, or check that the folder's is of the same run."""
+def _claim(folder: Path, setup: dict[str, Any], made: dict[str, Any]) -> bool:
+    """Write run.json, or check that the folder's is of the same run; whether it was written."""
+    file = folder / RUN_FILE
     if not file.exists():
-        write(file, json.dumps({"setup": setup, "made": machine()}, indent=1) + "\n")
-        return
-    known = json.loads(file.read_text(encoding="utf-8"))
+        write(file, json.dumps({"setup": setup, "made": made}, indent=1) + "\n")
+        return True
+    known = _head(folder)
     different = _differ(setup, known["setup"])
     if different:
-        raise ValueError(f"{file.parent} holds another run ({', '.join(different)} differ); choose another --out")
+        raise ValueError(f"{folder} holds another run ({', '.join(different)} differ); choose another --out")
     if setup["n_samples"] > known["setup"]["n_samples"]:  # more of the same
         known["setup"]["n_samples"] = setup["n_samples"]
         write(file, json.dumps(known, indent=1) + "\n")
+    return False
+
+
+def _tell_made(folder: Path, made: dict[str, Any]) -> None:
+    """Add to run.json how a run goes on, if by another build, machine or number of threads than before."""
+
+    def what(one: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in one.items() if key not in ("time", "command")}
+
+    head = _head(folder)
+    if what(made) not in map(what, _makes(head)):
+        head.setdefault("resumed", []).append(made)
+        write(folder / RUN_FILE, json.dumps(head, indent=1) + "\n")
+
+
+def _makes(head: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything that a run.json says about how its records were made, the first run first."""
+    return [*([head["made"]] if head.get("made") else []), *head.get("resumed", []), *head.get("merged", [])]
+
+
+def _head(folder: Path) -> dict[str, Any]:
+    try:
+        return read_head(folder / RUN_FILE)
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{folder / RUN_FILE} could not be read as a run: {e}") from e
 
 
 def _differ(setup: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
-    """What makes two runs different; the number of samples does not."""
+    """What makes two runs different; the number of samples does not, nor what an earlier version did not tell."""
     ours = json.loads(json.dumps(setup))
-    return [key for key in ours if key != "n_samples" and ours[key] != theirs.get(key)]
+    told = [key for key in ours if key != "n_samples" and not (key in LATER and key not in theirs)]
+    return [key for key in told if ours[key] != theirs.get(key)]
 
 
 def write(file: Path, text: str) -> None:
@@ -247,54 +324,54 @@ def write(file: Path, text: str) -> None:
     draft.replace(file)
 
 
-def read(file: Path) -> list[dict[str, Any]]:
-    """Records of a file, none if it is missing; a last line that a kill cut short does not count.
-
-    Raises ValueError for another line that is no record.
-    """
-    if not file.exists():
-        return []
-    lines = file.read_bytes().split(b"\n")[:-1]
-    records = []
-    for i, line in enumerate(lines, 1):
-        try:
-            records.append(json.loads(line))
-        except ValueError as e:
-            raise ValueError(f"line {i} of {file} is no record ({e}); remove that line to measure it again") from e
-    return records
-
-
 def _drop_torn_line(file: Path) -> None:
     if file.exists():
         os.truncate(file, file.read_bytes().rfind(b"\n") + 1)
 
 
 def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
-    """Put the samples of shards that ran elsewhere into one folder; returns how many records it holds, and how many the
-    whole run has.
+    """Put the samples of shards that ran elsewhere, packed or not, into one plain file of one folder; returns how many
+    records it holds, and how many the whole run has. run.json lists how each shard was made ("merged").
 
-    Raises ValueError when the folders hold different runs.
+    Raises ValueError when the folders hold different runs, or a sample with different prompts.
     """
-    records: dict[tuple[str, int], dict[str, Any]] = {}
     for folder in folders:
         if not (folder / RUN_FILE).exists():
             raise ValueError(f"{folder} holds no {RUN_FILE}, expected the --out of an eval")
     every = list({f.resolve(): f for f in [*folders, *([out] if (out / RUN_FILE).exists() else [])]}.values())
-    heads = [json.loads((folder / RUN_FILE).read_text(encoding="utf-8")) for folder in every]
-    for folder, head in zip(every, heads):
-        different = _differ(heads[0]["setup"], head["setup"])
+    heads = [_head(folder) for folder in every]
+    for (folder, head), (other, its) in combinations(zip(every, heads), 2):
+        different = _differ(head["setup"], its["setup"])
         if different:
-            raise ValueError(f"{folder} holds another run than {every[0]} ({', '.join(different)} differ)")
+            raise ValueError(f"{other} holds another run than {folder} ({', '.join(different)} differ)")
     head = max(heads, key=lambda h: int(h["setup"]["n_samples"]))
+    for made in (made for h in heads for made in _makes(h)):
+        if made not in _makes(head):
+            head.setdefault("merged", []).append(made)
+    records: dict[tuple[str, int], dict[str, Any]] = {}
     with ExitStack() as stack:
         for folder in every:
-            for file in sorted(folder.glob(SAMPLES)):
-                stack.enter_context(_alone(stack.enter_context(file.open("a", encoding="utf-8")), file))
-                records.update({(r["kv_type"], r["index"]): r for r in read(file)})
+            for file in sample_files(folder):
+                if file.suffix != ".gz":
+                    stack.enter_context(_alone(stack.enter_context(file.open("a", encoding="utf-8")), file))
+                for record in read(file):
+                    key = (record["kv_type"], record["index"])
+                    _check_prompts(record, records.get(key, record), file)
+                    records[key] = record
         out.mkdir(parents=True, exist_ok=True)
         write(out / RUN_FILE, json.dumps(head, indent=1) + "\n")
         write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
-        for file in out.glob(SAMPLES):
+        for file in sample_files(out):
             if file.name != "samples.jsonl":
                 file.unlink()
     return len(records), head["setup"]["n_samples"] * len(head["setup"]["kv_types"])
+
+
+def _check_prompts(record: dict[str, Any], other: dict[str, Any], file: Path) -> None:
+    """Raise ValueError when two records of a sample have different prompts; earlier versions did not tell."""
+    key = "prompt_sha256"
+    if key in record and key in other and record[key] != other[key]:
+        raise ValueError(
+            f"sample {record['index']} ({record['kv_type']}) in {file} has another prompt than before, expected shards "
+            "made from the same texts by the same version"
+        )

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...parts.options import int_at_least
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import source, stretch
 
 
@@ -44,10 +44,14 @@ class Continuation(Task):
         """The haystack can be read."""
         source(self.haystack)
 
+    def data_sha256(self) -> str:
+        """Of the haystack's paragraphs."""
+        return sha256_of(p.encode() for p in source(self.haystack))
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Prefix and continuation."""
-        return self.tokens + self.n + 64
+        return self.tokens + self.n
 
     def sample(self, session: Session, index: int) -> Sample:
         """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
@@ -59,14 +63,14 @@ class Continuation(Task):
     def measure(self, session: Session, sample: Sample) -> Mapping[str, Any]:
         """Means over the tokens after the first."""
         after = sample.memo["after"]
-        full = sample.memo.get("full")
+        full = sample.memo.get("full")  # log-probabilities and probabilities after each token
         rows = [] if full is None else full
         nll, kl, top1 = [], [], []
         for i, row in enumerate(session.logprobs(after[:-1])):
             if full is None:
-                rows.append(row)
-            of = rows[i]
-            kl.append(float(np.sum(np.exp(of, dtype=np.float64) * (of.astype(np.float64) - row))))
+                rows.append((row, np.exp(row)))
+            of, p = rows[i]
+            kl.append(float(np.dot(p, of - row)))  # the difference first: F32 is enough
             nll.append(-float(row[after[i + 1]]))
             top1.append(int(row.argmax()) == int(of.argmax()))
         sample.memo["full"] = rows

@@ -14,7 +14,7 @@ from ...llama import Llama
 from ...parts.options import int_at_least, one_of
 from ..lm_tasks import define, has_template, max_gen, require, until
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import chat, tokenize
 
 SUBSETS = (
@@ -48,6 +48,7 @@ class LongBench(Task):
 
     name: ClassVar[str] = "longbench"
     metric: ClassVar[str] = "score"
+    length: ClassVar[str] = "max_length"
 
     def __post_init__(self) -> None:
         int_at_least("max_length", self.max_length, 64)
@@ -73,8 +74,18 @@ class LongBench(Task):
         """Their names."""
         return SUBSETS if self.subset == ALL else tuple(self.subset.split("+"))
 
+    def check(self) -> None:
+        """The data can be read."""
+        for subset in self.subsets:
+            self.definition(subset)
+
+    def data_sha256(self) -> str:
+        """Of every subset's documents."""
+        docs = (doc for subset in self.subsets for doc in self.definition(subset).test_docs())
+        return sha256_of(json.dumps(doc, sort_keys=True).encode() for doc in docs)
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Prompt, chat template and the longest answer of the subsets."""
         return self.max_length + _WRAPPER + max(max_gen(self.definition(s)) for s in self.subsets)
 

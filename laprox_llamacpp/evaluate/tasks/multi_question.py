@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...haystack import says
 from ...parts.options import int_at_least, one_of
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import chat, hide, longest, shuffled, source, tokenize
 from .needle import ADJECTIVES, NOUNS
 
@@ -56,10 +56,14 @@ class MultiQuestion(Task):
         """The haystack can be read."""
         source(self.haystack)
 
+    def data_sha256(self) -> str:
+        """Of the haystack's paragraphs."""
+        return sha256_of(p.encode() for p in source(self.haystack))
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Context, questions and answers."""
-        return self.tokens + self.questions * (self.max_tokens + 64) + 64
+        return self.tokens + self.questions * (self.max_tokens + 64)
 
     def sample(self, session: Session, index: int) -> Sample:
         """Facts at random depths; orders begin with the question that the window saw, or each with another one."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ...haystack import says
 from ...parts.options import int_at_least, one_of
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import chat, hide, longest, shuffled, source, tokenize
 
 ADJECTIVES = ("amber", "silent", "crooked", "frozen", "hollow", "scarlet", "wooden", "distant", "velvet", "rusty")
@@ -83,10 +83,14 @@ class Needle(Task):
         """The haystack can be read."""
         source(self.haystack)
 
+    def data_sha256(self) -> str:
+        """Of the haystack's paragraphs."""
+        return sha256_of(p.encode() for p in source(self.haystack))
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Prompt and answer."""
-        return self.tokens + self.max_tokens + 64
+        return self.tokens + self.max_tokens
 
     def sample(self, session: Session, index: int) -> Sample:
         """Kinds in turn, each through the depths in turn; names, values, text and the other depths are random."""

@@ -21,7 +21,7 @@ from ...llama import Llama
 from ...parts.options import int_at_least, one_of
 from ..lm_tasks import Docs, define, has_template, max_gen, render, require, until
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import tokenize
 
 OFFLINE = ("niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "cwe", "fwe")
@@ -83,8 +83,12 @@ class Ruler(Task):
         """Their names."""
         return tuple(self.subset.split("+"))
 
+    def data_sha256(self) -> str:
+        """Of the files that are named."""
+        return sha256_of(Path(file).read_bytes() for file in (self.essays, self.squad, self.hotpot) if file)
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Prompt, chat template and answer; a generator may miss the length by an answer."""
         return self.tokens + _LONGEST + _WRAPPER
 

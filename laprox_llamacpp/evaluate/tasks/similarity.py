@@ -10,7 +10,7 @@ import numpy as np
 
 from ...parts.options import int_at_least
 from ..session import Session
-from ..task import Sample, Task
+from ..task import Sample, Task, sha256_of
 from ..texts import source, stretch
 
 
@@ -44,10 +44,14 @@ class Similarity(Task):
         """The haystack can be read."""
         source(self.haystack)
 
+    def data_sha256(self) -> str:
+        """Of the haystack's paragraphs."""
+        return sha256_of(p.encode() for p in source(self.haystack))
+
     @property
-    def n_ctx(self) -> int:
+    def n_need(self) -> int:
         """Prompt and steps."""
-        return self.tokens + self.n + 64
+        return self.tokens + self.n
 
     def sample(self, session: Session, index: int) -> Sample:
         """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
