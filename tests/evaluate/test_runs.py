@@ -87,7 +87,7 @@ def test_a_narrow_cache_is_held_against_the_widest(unbroken: Path, smol_path: Pa
         session.close()
     kl = (np.exp(rows["f16"]) * (rows["f16"] - rows["q4_0"])).sum(axis=1).mean()
     record = next(r for r in read(unbroken / "samples.jsonl") if (r["kv_type"], r["index"]) == ("q4_0", 1))
-    assert record["cells"]["full"]["kl"] == pytest.approx(kl, rel=1e-6) and kl > 1e-4
+    assert record["cells"]["full"]["kl"] == pytest.approx(kl, rel=1e-4) and kl > 1e-3
 
 
 @pytest.mark.parametrize("done", [[("f16", 0)], [("f16", 0), ("f16", 1)], [("f16", 0), ("q4_0", 0), ("f16", 1)]])
