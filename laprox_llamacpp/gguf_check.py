@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 
-from .memory import _Reader
+from . import gguf_meta
 
 _MAGIC = b"GGUF"
 _HEADER = 24  # magic, version, number of tensors, number of key-value pairs
@@ -32,10 +31,9 @@ def n_ctx_train(path: str | os.PathLike[str]) -> int | None:
 
     Raises ValueError when the metadata cannot be read.
     """
-    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        try:
-            found = _Reader(data).metadata()
-        except ValueError as e:
-            raise ValueError(f"{path}: {e}") from None
+    try:
+        found = gguf_meta.read(path)
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
     n = found.get(f"{found.get('general.architecture')}.context_length")
     return n if isinstance(n, int) else None
