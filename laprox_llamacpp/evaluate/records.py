@@ -20,11 +20,13 @@ WIDEST = ("f32", "f16", "bf16", "q8_0", "q4_0")
 
 @dataclass(frozen=True)
 class Folder:
-    """One run folder: run.json's two parts, and what could not be read of the rest."""
+    """One run folder: what is measured, how it was made (the first run, then later ones that differed), the records,
+    and how many lines are none.
+    """
 
     path: Path
     setup: dict[str, Any]
-    made: dict[str, Any]
+    made: list[dict[str, Any]]
     records: list[dict[str, Any]]
     n_bad: int
 
@@ -63,8 +65,13 @@ def read_folder(run_file: Path) -> Folder:
                 n_bad += 1
                 continue
             records[record["kv_type"], record["index"]] = record
-    made = head.get("made")
-    return Folder(run_file.parent, head["setup"], made if isinstance(made, dict) else {}, list(records.values()), n_bad)
+    return Folder(run_file.parent, head["setup"], makes(head), list(records.values()), n_bad)
+
+
+def makes(head: dict[str, Any]) -> list[dict[str, Any]]:
+    """Everything that a run.json says about how its records were made, the first run first."""
+    parts = [head.get("made"), *(head.get("resumed") or []), *(head.get("merged") or [])]
+    return [made for made in parts if isinstance(made, dict) and made]
 
 
 def read_head(run_file: Path) -> dict[str, Any]:

@@ -142,10 +142,11 @@ def _left_out(experiment: Experiment) -> list[str]:
 def _made(experiment: Experiment) -> str:
     rows = [["model", experiment.model], ["model SHA-256", experiment.model_sha256]]
     for folder in experiment.folders:
-        made = dict(folder.made)
-        rows.append(["folder", folder.path.name])
-        rows += [[key, _told(made.pop(key))] for key in ("command", "machine", "time") if key in made]
-        rows += [[key, _told(value)] for key, value in made.items()]
+        for i, how in enumerate(folder.made):
+            made = dict(how)
+            rows.append(["folder" if i == 0 else "later, in", folder.path.name])
+            rows += [[key, _told(made.pop(key))] for key in ("command", "machine", "time") if key in made]
+            rows += [[key, _told(value)] for key, value in made.items()]
     return "<h3>How it was made</h3>" + table(["", ""], rows, text=2, marks=[["", "wrap"]] * len(rows))
 
 

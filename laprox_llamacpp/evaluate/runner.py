@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import __version__, _native, gguf_check
 from .cells import FULL, Cell, grid
-from .records import RUN_FILE, read, read_head, sample_files, width
+from .records import RUN_FILE, makes, read, read_head, sample_files, width
 from .session import Session
 from .task import Task
 
@@ -293,14 +293,9 @@ def _tell_made(folder: Path, made: dict[str, Any]) -> None:
         return {key: value for key, value in one.items() if key not in ("time", "command")}
 
     head = _head(folder)
-    if what(made) not in map(what, _makes(head)):
+    if what(made) not in map(what, makes(head)):
         head.setdefault("resumed", []).append(made)
         write(folder / RUN_FILE, json.dumps(head, indent=1) + "\n")
-
-
-def _makes(head: dict[str, Any]) -> list[dict[str, Any]]:
-    """Everything that a run.json says about how its records were made, the first run first."""
-    return [*([head["made"]] if head.get("made") else []), *head.get("resumed", []), *head.get("merged", [])]
 
 
 def _head(folder: Path) -> dict[str, Any]:
@@ -345,8 +340,8 @@ def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
         if different:
             raise ValueError(f"{other} holds another run than {folder} ({', '.join(different)} differ)")
     head = max(heads, key=lambda h: int(h["setup"]["n_samples"]))
-    for made in (made for h in heads for made in _makes(h)):
-        if made not in _makes(head):
+    for made in (made for h in heads for made in makes(h)):
+        if made not in makes(head):
             head.setdefault("merged", []).append(made)
     records: dict[tuple[str, int], dict[str, Any]] = {}
     with ExitStack() as stack:

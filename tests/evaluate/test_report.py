@@ -429,6 +429,18 @@ def test_report_of_unfinished_runs(tmp_path: Path, what: str) -> None:
     assert says[what] in " ".join(report(tmp_path).words)
 
 
+def test_a_run_that_went_on_elsewhere_is_told(tmp_path: Path) -> None:
+    folder(tmp_path)
+    file = tmp_path / "run" / "run.json"
+    head = json.loads(file.read_text())
+    file.write_text(
+        json.dumps({**head, "resumed": [{"command": "went on"}], "merged": [{"command": "from elsewhere"}]})
+    )
+    words = report(tmp_path).words
+    assert [w for w in words if w in ("folder", "later, in")] == ["folder", "later, in", "later, in"]
+    assert [w for w in words if w in ("went on", "from elsewhere")] == ["went on", "from elsewhere"]
+
+
 def test_report_errors_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     assert cli.main(["report", str(tmp_path)]) == 1
     err = capsys.readouterr().err
