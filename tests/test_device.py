@@ -21,6 +21,8 @@ from test_refused import EMBED, write_model
 
 from laprox_llamacpp import LaproxError, Llama, _native
 
+import llama_cpp as lib  # isort: skip
+
 IDS = golden("smollm2-135m")["ids"]
 N = 280  # more than the first buffer holds
 N_NEXT = 120  # of the second prompt
@@ -33,8 +35,8 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(tmp_path_factory.mktemp("guard")))
 
 
-def child(function: Callable[..., Any], *args: Any, deny: str = "") -> Any:
-    return run_child(function, *args, env={**os.environ, "GUARD_DENY": deny})
+def child(function: Callable[..., Any], *args: Any, deny: str = "", no_copy: str = "") -> Any:
+    return run_child(function, *args, env={**os.environ, "GUARD_DENY": deny, "GUARD_NO_COPY": no_copy})
 
 
 # ---- what one context goes through
@@ -151,6 +153,14 @@ def test_a_device_without_our_ops(smol_path: Path, guard: str) -> None:
     assert got["paths"] == [30, 0]
     assert all(re.fullmatch(r"laprox_(score-|norm-|r_l)\d+", name) for name in by_name(got["crossing"], "get"))
     assert "LAPROX_SCORE" not in ops(got["all"]) and "LAPROX_ATTN" not in ops(got["all"])
+
+
+def test_a_device_whose_buffers_do_not_copy(smol_path: Path, guard: str) -> None:
+    got = child(story, smol_path, guard, {"n_gpu_layers": 99}, no_copy="1")
+    assert_same(got, child(story, smol_path, "", {"attention_path": "ragged_op"}))
+    for what in ("get", "set", "copy"):
+        assert not [name for name in by_name(got["all"], what) if "cache_" in name]
+    assert ops(got["all"])["CPY"] > 2 * 30  # growth
 
 
 @slow
@@ -318,6 +328,7 @@ REFUSALS: list[tuple[str, dict[str, Any], str]] = [
     ("LAPROX_SCORE,POOL_2D", {}, "runs neither LAPROX_SCORE nor POOL_2D"),
     ("LAPROX_ATTN", {"attention_path": "ragged_op"}, "does not run LAPROX_ATTN, which"),
     ("GET_ROWS", {}, "does not run GET_ROWS on rows of the cache"),
+    ("CPY", {"no_copy": "1"}, "does not run CPY on rows of the cache"),
     ("", {}, "the mask store is for a KV cache in host memory"),
 ]
 
@@ -326,7 +337,8 @@ def refusals(path: str, guard: str) -> list[str]:
     Guard(guard)
     out = []
     for deny, options, _ in REFUSALS:
-        os.environ["GUARD_DENY"] = deny
+        options = dict(options)
+        os.environ.update(GUARD_DENY=deny, GUARD_NO_COPY=options.pop("no_copy", ""))
         try:
             with Context(path, n_gpu_layers=99, **options) as ctx:
                 ctx.prefill(IDS[:80])
@@ -363,6 +375,57 @@ def test_a_device_that_fails_halfway(smol_path: Path, guard: str, at: int, store
     got = child(failure, smol_path, guard, at, store)  # 31: V of the 16th of 30 layers
     assert "failed to move rows; the cache was cleared" in got["text"] and "\n" not in got["text"]
     assert not got["evicted"] and got["kept"] == 90  # and it works again
+
+
+def digest(logits: Any) -> str:
+    return hashlib.sha1(logits.tobytes()).hexdigest()
+
+
+def failed_growth(path: str, guard: str, evicted: bool) -> dict[str, Any]:
+    Guard(guard)
+    with Context(path, n_ctx=768, n_gpu_layers=99, n_reserve=8) as ctx:
+        ctx.prefill(IDS[:N])
+        if evicted:
+            ctx.evict(0.8)
+        n_more = 12 if evicted else 300  # more than there is room for
+        at = 31 if not evicted else 31 * 3  # K of the 16th layer: whole, or each of its heads
+        os.environ.update(GUARD_FAIL="CPY", GUARD_FAIL_AT=str(at))
+        status, text = ctx.try_decode(IDS[:n_more]), _native.last_error()
+        os.environ["GUARD_FAIL"] = ""
+        n_left = lib.llama_memory_seq_pos_max(ctx.memory, 0) + 1
+        still, ctx.pos = bool(ctx.stats().evicted), 0
+        logits = ctx.prefill(IDS[:N])
+        kept = ctx.evict(0.8)
+        more = ctx.decode(IDS[:n_more])
+        return {
+            "status": status,
+            "text": text,
+            "left": n_left,
+            "evicted": still,
+            "logits": [digest(logits), digest(more)],
+            "kept": [[int(p) for p in head] for head in kept],
+        }
+
+
+@pytest.mark.parametrize("evicted", [False, True])
+def test_growth_that_fails_halfway_leaves_nothing_mixed(smol_path: Path, guard: str, evicted: bool) -> None:
+    got = child(failed_growth, smol_path, guard, evicted, no_copy="1")
+    assert got["status"] < 0
+    assert "failed to copy rows; the cache was cleared, decode the prompt again" in got["text"]
+    assert got["left"] == 0 and not got["evicted"]
+    again = child(failed_growth_reference, smol_path, guard, 12 if evicted else 300)
+    assert (got["kept"], got["logits"]) == (again["kept"], again["logits"])
+
+
+def failed_growth_reference(path: str, guard: str, n_more: int) -> dict[str, Any]:
+    """The same prompt where nothing failed."""
+    Guard(guard)
+    with Context(path, n_ctx=768, n_gpu_layers=99, n_reserve=8) as ctx:
+        logits, kept = ctx.prefill(IDS[:N]), ctx.evict(0.8)
+        return {
+            "kept": [[int(p) for p in head] for head in kept],
+            "logits": [digest(logits), digest(ctx.decode(IDS[:n_more]))],
+        }
 
 
 def test_refused_in_one_line(smol_path: Path, guard: str) -> None:

@@ -244,8 +244,20 @@ void laprox_kv::choose_paths() {
             return ggml_get_rows(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 32, LAPROX_PROBE_ROWS), ggml_new_tensor_1d(ctx, GGML_TYPE_I32, LAPROX_PROBE_ROWS));
         });
 
-        if (!no_rows.empty() || !no_move.empty()) {
-            refuse(" does not run " + (no_rows.empty() ? no_move : no_rows) + " on rows of the cache");
+        // and copied when they grow, by their buffers or by an op
+        std::string no_copy;
+        for (const auto * rows : { kv.layers[ikv].k, kv.layers[ikv].v }) {
+            if (no_copy.empty() && !laprox_copies_buffers(rows)) {
+                no_copy = laprox_missing(layer.dev, [&](ggml_context * ctx) {
+                    return laprox_build_copy(ctx, rows->type, ggml_row_size(rows->type, rows->ne[0]));
+                });
+            }
+        }
+
+        for (const auto & missing : { no_rows, no_move, no_copy }) {
+            if (!missing.empty()) {
+                refuse(" does not run " + missing + " on rows of the cache");
+            }
         }
 
         // attention of many tokens

@@ -100,6 +100,8 @@ private:
     std::vector<ggml_backend_buffer_ptr> bufs;
 };
 
+struct laprox_error;
+
 class laprox_kv {
 public:
     laprox_kv(llama_kv_cache & kv, const laprox_context_params & params);
@@ -294,6 +296,8 @@ private:
     void place_pages();
     void begin_pages(const llama_ubatch & ubatch);
 
+    [[noreturn]] void drop_rows(std::vector<laprox_rows> & rows, const laprox_error & err); // after a failure: clears, throws
+
     void grow_full(uint32_t n_rows_new);
     void grow_tail(uint32_t n_cap_new);
     void reset_full();
@@ -393,6 +397,10 @@ ggml_backend_buffer_ptr laprox_alloc(ggml_context * ctx, ggml_backend_buffer_typ
 void laprox_trim(); // give freed memory back to the system
 
 uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers);
+
+// rows in device memory: whether their buffers copy from one to another, and the op that does it where they do not
+bool          laprox_copies_buffers(const ggml_tensor * rows);
+ggml_tensor * laprox_build_copy(ggml_context * ctx, ggml_type type, size_t n_bytes);
 
 // flash attention of one KV head: q [n_embd_head_k, n_gqa, n_tokens], k and v [n_embd_head, n_kv], mask [n_kv, n_tokens]
 // -> [n_embd_head_v, n_gqa, n_tokens]

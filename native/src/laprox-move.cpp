@@ -3,6 +3,8 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
+#include "../ggml/src/ggml-backend-impl.h" // what a buffer can do
+
 #include <algorithm>
 #include <cstring>
 
@@ -30,24 +32,57 @@ static void laprox_zero_rows(ggml_tensor * t, uint64_t row0, uint64_t n) {
     }
 }
 
+bool laprox_copies_buffers(const ggml_tensor * rows) {
+    return rows->buffer->iface.cpy_tensor != nullptr;
+}
+
+ggml_tensor * laprox_build_copy(ggml_context * ctx, ggml_type type, size_t n_bytes) {
+    // words are what every device copies
+    const bool    words = n_bytes % sizeof(int32_t) == 0;
+    const int64_t n     = words ? n_bytes / sizeof(int32_t) : n_bytes / ggml_type_size(type) * ggml_blck_size(type);
+
+    const auto new_rows = [&] { return ggml_new_tensor_1d(ctx, words ? GGML_TYPE_I32 : type, n); };
+
+    auto * src = new_rows();
+
+    return ggml_cpy(ctx, src, new_rows());
+}
+
 // n elements, whole blocks, from offset offs_src to offset offs_dst
-static void laprox_copy(ggml_tensor * src, size_t offs_src, ggml_tensor * dst, size_t offs_dst, int64_t n) {
+static void laprox_copy(ggml_backend_t backend, ggml_tensor * src, size_t offs_src, ggml_tensor * dst, size_t offs_dst, int64_t n) {
     if (n == 0) {
         return;
     }
 
-    auto ctx = laprox_ctx(2);
+    auto ctx = laprox_ctx(4, 4);
 
-    auto * from = ggml_view_1d(ctx.get(), src, n, offs_src);
-    auto * to   = ggml_view_1d(ctx.get(), dst, n, offs_dst);
+    if (ggml_backend_buffer_is_host(src->buffer) || laprox_copies_buffers(dst)) {
+        auto * from = ggml_view_1d(ctx.get(), src, n, offs_src);
+        auto * to   = ggml_view_1d(ctx.get(), dst, n, offs_dst);
 
-    for (auto * view : { from, to }) {
-        if (ggml_backend_view_init(view) != GGML_STATUS_SUCCESS) {
-            laprox_throw(LAPROX_E_COMPUTE, "a backend refused a view of the cache");
+        for (auto * view : { from, to }) {
+            if (ggml_backend_view_init(view) != GGML_STATUS_SUCCESS) {
+                laprox_throw(LAPROX_E_COMPUTE, "a backend refused a view of the cache");
+            }
         }
+
+        ggml_backend_tensor_copy(from, to);
+
+        return;
     }
 
-    ggml_backend_tensor_copy(from, to);
+    // a buffer that cannot copy would go through host memory: an op can
+    auto * gf  = ggml_new_graph_custom(ctx.get(), 4, false);
+    auto * cpy = laprox_build_copy(ctx.get(), src->type, ggml_row_size(src->type, n));
+
+    ggml_build_forward_expand(gf, cpy);
+
+    if (ggml_backend_tensor_alloc(src->buffer, cpy->src[0], (char *) src->data + offs_src) != GGML_STATUS_SUCCESS ||
+            ggml_backend_tensor_alloc(dst->buffer, cpy->src[1], (char *) dst->data + offs_dst) != GGML_STATUS_SUCCESS ||
+            ggml_backend_view_init(cpy) != GGML_STATUS_SUCCESS ||
+            ggml_backend_graph_compute(backend, gf) != GGML_STATUS_SUCCESS) {
+        laprox_throw(LAPROX_E_COMPUTE, "a backend failed to copy rows");
+    }
 }
 
 // row i of dst is row rows[i] of src, one KV head's of one position, or anything where rows[i] is -1; idx holds the same on
@@ -77,7 +112,7 @@ static void laprox_gather(ggml_backend_t backend, ggml_tensor * src, ggml_tensor
             }
 
             if (rows[i] >= 0) {
-                laprox_copy(src, rows[i] * n_row, dst, i * n_row, n * dst->ne[0]);
+                laprox_copy(backend, src, rows[i] * n_row, dst, i * n_row, n * dst->ne[0]);
             }
         }
 
@@ -206,6 +241,20 @@ void laprox_kv::place_regions(const row0_t & row0, uint32_t n_kept_max) {
 // growth
 //
 
+// halfway through, some layers have their new rows, others their old ones: none of it is of use
+void laprox_kv::drop_rows(std::vector<laprox_rows> & rows, const laprox_error & err) {
+    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+        if (rows[ikv].buf) {
+            adopt(ikv, std::move(rows[ikv]));
+        }
+    }
+
+    phase = LAPROX_PHASE_RAGGED;
+    lctx->get_memory()->clear(false);
+
+    laprox_throw(err.status, err.text + "; the cache was cleared, decode the prompt again");
+}
+
 void laprox_kv::grow_full(uint32_t n_rows_new) {
     if (lctx) {
         lctx->synchronize(); // the old rows may still be in use
@@ -216,17 +265,22 @@ void laprox_kv::grow_full(uint32_t n_rows_new) {
     auto rows  = alloc_layers(false, std::vector<uint32_t>(layers.size(), n_rows_new));
     auto first = take_first();
 
-    const uint32_t n_copy = std::min(n_rows_old, n_rows_new);
+    const uint32_t n_copy = lctx ? std::min(n_rows_old, n_rows_new) : 0; // nothing is there before the first decode
 
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const auto & old = kv.layers[ikv];
+    try {
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            const auto & old   = kv.layers[ikv];
+            auto *       where = lctx ? backend(layers[ikv], lctx->get_sched()) : nullptr;
 
-        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            laprox_copy(src, 0, dst, 0, n_copy * src->ne[0]);
-            laprox_zero_rows(dst, n_copy, n_rows_new - n_copy);
+            for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
+                laprox_copy(where, src, 0, dst, 0, n_copy * src->ne[0]);
+                laprox_zero_rows(dst, n_copy, n_rows_new - n_copy);
+            }
+
+            adopt(ikv, std::move(rows[ikv]));
         }
-
-        adopt(ikv, std::move(rows[ikv]));
+    } catch (const laprox_error & err) {
+        drop_rows(rows, err);
     }
 
     stale = true;
@@ -263,24 +317,29 @@ void laprox_kv::grow_tail(uint32_t n_cap_new) {
 
     place_regions(row0_new, n_kept_max);
 
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        auto & l = layers[ikv];
+    try {
+        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
+            auto & l = layers[ikv];
 
-        const auto & old = kv.layers[ikv];
+            const auto & old   = kv.layers[ikv];
+            auto *       where = backend(l, lctx->get_sched());
 
-        for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
-            for (int64_t h = 0; h < l.n_head_kv; ++h) {
-                const uint64_t n_copy = l.kept[h].size() + tail.size();
+            for (auto [src, dst] : { std::make_pair(old.k, rows[ikv].k), std::make_pair(old.v, rows[ikv].v) }) {
+                for (int64_t h = 0; h < l.n_head_kv; ++h) {
+                    const uint64_t n_copy = l.kept[h].size() + tail.size();
 
-                laprox_copy(src, l.row0[h] * src->nb[1], dst, row0_new[ikv][h] * dst->nb[1], n_copy * dst->ne[0]);
+                    laprox_copy(where, src, l.row0[h] * src->nb[1], dst, row0_new[ikv][h] * dst->nb[1], n_copy * dst->ne[0]);
+                }
             }
+
+            zero_rest(ikv, rows[ikv], row0_new[ikv], tail.size());
+
+            l.row0 = std::move(row0_new[ikv]);
+
+            adopt(ikv, std::move(rows[ikv]));
         }
-
-        zero_rest(ikv, rows[ikv], row0_new[ikv], tail.size());
-
-        l.row0 = std::move(row0_new[ikv]);
-
-        adopt(ikv, std::move(rows[ikv]));
+    } catch (const laprox_error & err) {
+        drop_rows(rows, err);
     }
 
     n_tail_cap = n_cap_new;
@@ -384,17 +443,7 @@ void laprox_kv::commit_ragged(const std::vector<uint32_t> & cells, uint32_t n_ca
             adopt(ikv, std::move(rows[ikv]));
         }
     } catch (const laprox_error & err) {
-        // some layers have their new rows, others their old ones: none of it is of use
-        for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-            if (rows[ikv].buf) {
-                adopt(ikv, std::move(rows[ikv]));
-            }
-        }
-
-        phase = LAPROX_PHASE_RAGGED;
-        lctx->get_memory()->clear(false);
-
-        laprox_throw(err.status, err.text + "; the cache was cleared, decode the prompt again");
+        drop_rows(rows, err);
     }
 
     aside.swap(aside_new);

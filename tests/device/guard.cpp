@@ -2,6 +2,7 @@
 // while it copies or computes itself: whatever touches a tensor of it from outside ends the process. It computes by handing
 // the graph to a CPU backend, so results are those of the CPU to the bit; it counts what crosses between host and device.
 //
+// GUARD_NO_COPY, not empty: its buffers do not copy from one to another, as those of some devices.
 // GUARD_DENY names ops, separated by commas, that it does not run, GUARD_FAIL such that it fails to, from the one that
 // GUARD_FAIL_AT numbers on. Flash attention has the rules of ggml-cuda: one mask for all heads, contiguous, strides that
 // are multiples of 16 bytes, and, stricter than there, whole blocks of 256 rows.
@@ -196,7 +197,14 @@ static ggml_backend_buffer_t guard_buft_alloc(ggml_backend_buffer_type_t buft, s
     memset(mem->addr, 0x7f, mem->size); // what a device hands out holds anything: NaN in most types
     guard_protect(mem, PROT_NONE);
 
-    return ggml_backend_buffer_init(buft, guard_buffer_i, mem, size);
+    ggml_backend_buffer_i iface = guard_buffer_i;
+
+    const char * no_copy = getenv("GUARD_NO_COPY");
+    if (no_copy && *no_copy) {
+        iface.cpy_tensor = nullptr;
+    }
+
+    return ggml_backend_buffer_init(buft, iface, mem, size);
 }
 
 static size_t guard_buft_get_alignment(ggml_backend_buffer_type_t) {
