@@ -18,6 +18,7 @@ import pytest
 from guard import Guard, build
 from lowlevel import Context, W, golden, run_child
 from test_refused import EMBED, write_model
+from test_sinks import write_gpt_oss
 
 from laprox_llamacpp import LaproxError, Llama, _native
 
@@ -276,6 +277,14 @@ def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
     n_rows = sum(len(head) + W for head in got["kept"])
     copies = [(n, n_bytes) for what, n, n_bytes, name in got["moved"] if what == "copy"]
     assert copies == [(n_rows, 102 * n_rows)] * 2  # K and V
+
+
+def test_sinks_on_a_device(tmp_path: Path, guard: str) -> None:
+    path = write_gpt_oss(tmp_path / "gpt-oss.gguf")
+    got = child(short_story, path, guard, {"n_gpu_layers": 99})
+    want = child(short_story, path, "", {"attention_path": "ragged_op"})
+    assert (got["kept"], got["logits"]) == (want["kept"], want["logits"])
+    assert_rows_stay(got)
 
 
 # ---- the package

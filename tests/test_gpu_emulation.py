@@ -56,6 +56,7 @@ def test_kernels_agree_with_float64(driver: Path, kind: str) -> None:
 
     assert {k for (k,) in seen("k")} == TYPES == {v for (v,) in seen("v")} - {"-1"}
     assert any(int(case["chunks"]) > 2 for case in cases) and {cap for (cap,) in seen("cap")} > {"0"}
+    assert {sinks for (sinks,) in seen("sinks")} == {"0", "1"}
     if kind == "attn":
         assert {chunk for (chunk,) in seen("chunk")} >= {"64", "128"}
         return
@@ -64,6 +65,13 @@ def test_kernels_agree_with_float64(driver: Path, kind: str) -> None:
     assert "1" in {wide for (wide,) in seen("wide")}  # q, and K or V, beyond the range of F16
     default = {"stat": "0", "group": "0", "d_k": "128", "d_v": "128", "k": "1", "v": "1"}
     assert any(default.items() <= case.items() and int(case["chunks"]) > 2 for case in cases)
+
+
+def test_refusals(driver: Path) -> None:
+    """What the kernels cannot do is refused by supports_op, one thing at a time; what they can is not."""
+    done = subprocess.run([str(driver), "refusals"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("\nok ") > 40 and "WRONG" not in done.stdout
 
 
 @pytest.mark.slow

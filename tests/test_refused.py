@@ -29,11 +29,11 @@ def test_refused_contexts(smol_path: Path, options: dict[str, Any], reason: str)
         assert _native.enabled(ctx.ptr)
 
 
-def write_model(path: Path, arch: str, fields: dict[str, Any], tensors: dict[str, tuple[int, ...]]) -> Path:
-    """A GGUF of random weights with a vocabulary of 32 tokens; shapes as llama.cpp wants them, reversed."""
+def write_model(path: Path, arch: str, fields: dict[str, Any], tensors: dict[str, Any], n_layer: int = 1) -> Path:
+    """A GGUF with a vocabulary of 32 tokens, the given ones or, of a shape (reversed), random ones."""
     rng = np.random.default_rng(1)
     writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(1)
+    writer.add_block_count(n_layer)
     writer.add_context_length(256)
     writer.add_embedding_length(32)
     for key, value in fields.items():
@@ -41,8 +41,9 @@ def write_model(path: Path, arch: str, fields: dict[str, Any], tensors: dict[str
         add(f"{arch}.{key}", value)
     writer.add_tokenizer_model("no_vocab")
     writer.add_uint32(f"{arch}.vocab_size", 32)
-    for name, shape in tensors.items():
-        writer.add_tensor(name, rng.normal(0, 0.1, shape).astype(np.float32))
+    for name, value in tensors.items():
+        data = value if isinstance(value, np.ndarray) else rng.normal(0, 0.1, value).astype(np.float32)
+        writer.add_tensor(name, data)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -205,13 +205,19 @@ void laprox_kv::choose_paths() {
                     "; pass offload_kqv=False to keep the KV cache in host memory");
         };
 
+        const auto new_sinks = [&](ggml_context * ctx, int64_t n) { return layer.sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n) : nullptr; };
+
         const auto no_attn = laprox_missing(layer.dev, [&](ggml_context * ctx) {
-            return ggml_laprox_attn(ctx,
+            ggml_tensor * res = ggml_laprox_attn(ctx,
                     ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d_k, n_head, 1),
                     ggml_new_tensor_2d(ctx, type_k, d_k, LAPROX_PROBE_ROWS),
                     ggml_new_tensor_2d(ctx, type_v, d_v, LAPROX_PROBE_ROWS),
                     ggml_new_tensor_2d(ctx, GGML_TYPE_F16, LAPROX_PROBE_ROWS / 2, 1),
                     ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 2, n_head_kv), layer.kq_scale, softcap);
+
+            ggml_laprox_add_sinks(res, new_sinks(ctx, n_head));
+
+            return res;
         });
 
         switch (params.attention_path) {
@@ -266,7 +272,7 @@ void laprox_kv::choose_paths() {
                     ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d_k, n_gqa, LAPROX_PROBE_TOKENS),
                     ggml_new_tensor_2d(ctx, type_k, d_k, LAPROX_PROBE_ROWS / 2),
                     ggml_new_tensor_2d(ctx, type_v, d_v, LAPROX_PROBE_ROWS / 2),
-                    ggml_cont(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_F16, LAPROX_PROBE_ROWS / 2, LAPROX_PROBE_TOKENS)), layer.kq_scale, softcap);
+                    ggml_cont(ctx, ggml_new_tensor_2d(ctx, GGML_TYPE_F16, LAPROX_PROBE_ROWS / 2, LAPROX_PROBE_TOKENS)), new_sinks(ctx, n_gqa), layer.kq_scale, softcap);
         });
 
         if (!no_head.empty()) {
@@ -280,8 +286,12 @@ void laprox_kv::choose_paths() {
         const auto new_gram = [&](ggml_context * ctx) { return ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d_v, d_v, n_head); };
 
         const auto no_score = laprox_missing(layer.dev, [&](ggml_context * ctx) {
-            return ggml_laprox_score(ctx, new_q(ctx), new_rows(ctx, type_k, d_k), new_rows(ctx, type_v, d_v), new_mask(ctx), new_gram(ctx),
+            ggml_tensor * res = ggml_laprox_score(ctx, new_q(ctx), new_rows(ctx, type_k, d_k), new_rows(ctx, type_v, d_v), new_mask(ctx), new_gram(ctx),
                     layer.kq_scale, softcap, GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_GQA_MEAN);
+
+            ggml_laprox_add_sinks(res, new_sinks(ctx, n_head));
+
+            return res;
         });
 
         if (no_score.empty()) {
@@ -294,7 +304,7 @@ void laprox_kv::choose_paths() {
         for (auto stat : { GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_L2, GGML_LAPROX_SCORE_SUM }) {
             if (no_part.empty()) {
                 no_part = laprox_missing(layer.dev, [&](ggml_context * ctx) {
-                    return laprox_build_attention_stat(ctx, new_q(ctx), new_rows(ctx, type_k, d_k), new_mask(ctx), layer.kq_scale, softcap, stat, false);
+                    return laprox_build_attention_stat(ctx, new_q(ctx), new_rows(ctx, type_k, d_k), new_mask(ctx), new_sinks(ctx, n_head), layer.kq_scale, softcap, stat, false);
                 });
             }
         }

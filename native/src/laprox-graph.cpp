@@ -56,6 +56,7 @@ ggml_tensor * laprox_kv::build_attn(
     layer.seen     = true;
     layer.wo       = wo;
     layer.wo_s     = wo_s;
+    layer.sinks    = sinks;
     layer.kq_scale = kq_scale;
 
     ggml_tensor * x = v_cur ? laprox_find_residual(v_cur, graph.n_embd, graph.n_tokens) : nullptr;
@@ -66,8 +67,6 @@ ggml_tensor * laprox_kv::build_attn(
         layer.refusal = "reads the K and V of another layer";
     } else if (kq_b) {
         layer.refusal = "adds a bias to the attention scores";
-    } else if (sinks) {
-        layer.refusal = "has learned attention sinks";
     } else if (wo->ne[0] != layer.n_head * layer.n_embd_head_v) {
         layer.refusal = "does not feed its heads to the output projection as they are";
     } else if (!x) {
@@ -146,6 +145,7 @@ ggml_tensor * laprox_build_attn_head(
         ggml_tensor *  k,
         ggml_tensor *  v,
         ggml_tensor *  mask,
+        ggml_tensor *  sinks,
         float          kq_scale,
         float          softcap) {
     // as the stock attention does
@@ -161,6 +161,7 @@ ggml_tensor * laprox_build_attn_head(
     // the builder wants a contiguous mask; the CPU kernels go by its row stride
     res->src[3] = mask;
 
+    ggml_flash_attn_ext_add_sinks(res, sinks);
     ggml_prec_set_acc(res, GGML_PREC_F32);
 
     return res;
@@ -191,6 +192,7 @@ ggml_tensor * laprox_kv::build_attn_ragged(
     if (layer.ragged_op && n_tokens <= LAPROX_ATTN_TOKENS) {
         ggml_tensor * cur = ggml_laprox_attn(ctx0, q, k, v, kq_mask, layer.regions, kq_scale, softcap);
 
+        ggml_laprox_add_sinks(cur, layer.sinks);
         ggml_format_name(cur, "laprox_attn-%d", layer.il);
         ggml_backend_sched_set_tensor_backend(graph.sched, cur, where);
 
@@ -221,7 +223,12 @@ ggml_tensor * laprox_kv::build_attn_ragged(
             ggml_backend_sched_set_tensor_backend(graph.sched, mask, where);
         }
 
-        ggml_tensor * cur = laprox_build_attn_head(ctx0, q_h, k_h, v_h, mask, kq_scale, softcap);
+        ggml_tensor * sinks = nullptr;
+        if (layer.sinks) {
+            sinks = ggml_view_1d(ctx0, layer.sinks, n_gqa, h * n_gqa * layer.sinks->nb[0]);
+        }
+
+        ggml_tensor * cur = laprox_build_attn_head(ctx0, q_h, k_h, v_h, mask, sinks, kq_scale, softcap);
 
         ggml_backend_sched_set_tensor_backend(graph.sched, cur, where);
 

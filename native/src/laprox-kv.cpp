@@ -378,6 +378,9 @@ void laprox_kv::set_pages(const laprox_pages_params * params) {
     if (params && n_layer_device() > 0) {
         laprox_throw(LAPROX_E_UNSUPPORTED, "page selection runs on the CPU, the KV cache is in device memory; pass offload_kqv=False to keep it in host memory");
     }
+    if (params && std::any_of(layers.begin(), layers.end(), [](const laprox_layer & l) { return l.sinks; })) {
+        laprox_throw(LAPROX_E_UNSUPPORTED, "page selection does not know the learned attention sinks of this model; use a method that evicts");
+    }
     if (params && phase == LAPROX_PHASE_MASKED) {
         laprox_throw(LAPROX_E_STATE, "page selection does not go with the mask store; clear the cache first");
     }

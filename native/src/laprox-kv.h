@@ -65,6 +65,7 @@ struct laprox_layer {
     std::string   refusal;           // why it cannot be evicted, empty: it can
     ggml_tensor * wo       = nullptr;
     ggml_tensor * wo_s     = nullptr;
+    ggml_tensor * sinks    = nullptr; // [n_head] F32, one more logit in the sum of every softmax
     float         kq_scale = 0.0f;
 
     // observation window
@@ -402,14 +403,15 @@ uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers);
 bool          laprox_copies_buffers(const ggml_tensor * rows);
 ggml_tensor * laprox_build_copy(ggml_context * ctx, ggml_type type, size_t n_bytes);
 
-// flash attention of one KV head: q [n_embd_head_k, n_gqa, n_tokens], k and v [n_embd_head, n_kv], mask [n_kv, n_tokens]
-// -> [n_embd_head_v, n_gqa, n_tokens]
+// flash attention of one KV head: q [n_embd_head_k, n_gqa, n_tokens], k and v [n_embd_head, n_kv], mask [n_kv, n_tokens],
+// sinks [n_gqa] or nullptr -> [n_embd_head_v, n_gqa, n_tokens]
 ggml_tensor * laprox_build_attn_head(
         ggml_context * ctx,
         ggml_tensor *  q,
         ggml_tensor *  k,
         ggml_tensor *  v,
         ggml_tensor *  mask,
+        ggml_tensor *  sinks,
         float          kq_scale,
         float          softcap);
 

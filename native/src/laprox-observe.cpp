@@ -80,8 +80,18 @@ ggml_tensor * laprox_kv::build_score(ggml_context * ctx, size_t ikv, const score
                 layer.gram->nb[1], n_run * layer.gram->nb[2], r * layer.gram->nb[2]);
     }
 
-    return ggml_laprox_score(ctx, q, k, v, run.mask[ikv], gram, layer.kq_scale, softcap, run.stat,
+    ggml_tensor * res = ggml_laprox_score(ctx, q, k, v, run.mask[ikv], gram, layer.kq_scale, softcap, run.stat,
             run.gqa == LAPROX_GQA_ATTENTION ? GGML_LAPROX_SCORE_GQA_ATTENTION : GGML_LAPROX_SCORE_GQA_MEAN);
+
+    if (layer.sinks) {
+        const size_t n_elem = layer.sinks->nb[0];
+
+        ggml_tensor * sinks = ggml_view_2d(ctx, layer.sinks, 1, n_head, n_run * n_elem, r * n_elem);
+
+        ggml_laprox_add_sinks(res, n_run == 1 ? sinks : ggml_cont(ctx, sinks));
+    }
+
+    return res;
 }
 
 // one run for all query heads of a group, or one for each of them: head r of every group
@@ -163,7 +173,12 @@ std::vector<float> laprox_kv::run_composed(size_t ikv, const score_run & run) {
 
             ggml_tensor * mask = ggml_view_2d(ctx.get(), run.mask[ikv], run.n_kv, n_t, run.mask[ikv]->nb[1], t0 * run.mask[ikv]->nb[1]);
 
-            ggml_tensor * cur = laprox_build_attention_stat(ctx.get(), q, k, mask, layer.kq_scale, softcap, run.stat, mean);
+            ggml_tensor * sinks = nullptr;
+            if (layer.sinks) {
+                sinks = ggml_view_1d(ctx.get(), layer.sinks, n_g * n_gqa, g0 * n_gqa * layer.sinks->nb[0]);
+            }
+
+            ggml_tensor * cur = laprox_build_attention_stat(ctx.get(), q, k, mask, sinks, layer.kq_scale, softcap, run.stat, mean);
 
             ggml_format_name(cur, "laprox_score-%d", layer.il);
             ggml_set_output(cur);

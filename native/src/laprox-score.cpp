@@ -15,6 +15,7 @@ ggml_tensor * laprox_build_attention_stat(
         ggml_tensor *          q,
         ggml_tensor *          k,
         ggml_tensor *          mask,
+        ggml_tensor *          sinks,
         float                  scale,
         float                  logit_softcap,
         ggml_laprox_score_stat stat,
@@ -41,7 +42,9 @@ ggml_tensor * laprox_build_attention_stat(
     ggml_tensor * seen = ggml_step(ctx, ggml_scale_bias(ctx, soft, 1.0f, -LAPROX_MASKED));
 
     ggml_tensor * attn = ggml_soft_max_ext(ctx, kq, soft, scale, 0.0f);
-    attn               = ggml_mul(ctx, attn, seen);
+    ggml_soft_max_add_sinks(attn, sinks);
+
+    attn = ggml_mul(ctx, attn, seen);
 
     if (mean) {
         // over the group, then as for one query head

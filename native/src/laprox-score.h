@@ -13,6 +13,7 @@ ggml_tensor * laprox_build_attention_stat(
         ggml_tensor *          q,    // [d_k, w, n_head]       F32
         ggml_tensor *          k,    // [d_k, n_kv, n_head_kv] any type
         ggml_tensor *          mask, // [n_kv, w]              F16 or F32
+        ggml_tensor *          sinks, // [n_head]              F32, nullptr: none
         float                  scale,
         float                  logit_softcap,
         ggml_laprox_score_stat stat,

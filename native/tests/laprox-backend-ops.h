@@ -2,6 +2,22 @@
 
 // The own ops' cases of test-backend-ops, which includes this after its base class and its ways to fill a tensor.
 
+// F32: as after a prompt, the last queries see each other causally
+static void laprox_init_mask(ggml_tensor * t) {
+    if (t->type == GGML_TYPE_F16) {
+        init_tensor_kq_mask(t);
+        return;
+    }
+
+    std::vector<float> data(ggml_nelements(t), 0.0f);
+    for (int64_t i = 0; i < ggml_nelements(t); ++i) {
+        if (i % t->ne[0] > t->ne[0] - t->ne[1] + i / t->ne[0]) {
+            data[i] = -INFINITY;
+        }
+    }
+    ggml_backend_tensor_set(t, data.data(), 0, ggml_nbytes(t));
+}
+
 // GGML_OP_LAPROX_SCORE
 struct test_laprox_score : public test_case {
     const int64_t d;
@@ -16,9 +32,12 @@ struct test_laprox_score : public test_case {
     const float     softcap;
     const int       stat;
     const int       gqa;
+    const int64_t   d_v;
+    const ggml_type type_m;
+    const bool      sinks;
 
     std::string vars() override {
-        return VARS_TO_STR11(d, n_head_kv, n_gqa, n_kv, w, type_k, type_v, value, softcap, stat, gqa);
+        return VARS_TO_STR14(d, n_head_kv, n_gqa, n_kv, w, type_k, type_v, value, softcap, stat, gqa, d_v, type_m, sinks);
     }
 
     double max_nmse_err() override {
@@ -27,12 +46,14 @@ struct test_laprox_score : public test_case {
 
     uint64_t op_flops(ggml_tensor * t) override {
         GGML_UNUSED(t);
-        return (2 * d * w + (value ? 2 * d * d : 0)) * n_kv * n_head_kv * n_gqa;
+        return (2 * d * w + (value ? 2 * d_v * d_v : 0)) * n_kv * n_head_kv * n_gqa;
     }
 
     test_laprox_score(int64_t d, int64_t n_head_kv, int64_t n_gqa, int64_t n_kv, int64_t w, ggml_type type_k, ggml_type type_v,
-            bool value = true, float softcap = 0.0f, int stat = GGML_LAPROX_SCORE_MAX, int gqa = GGML_LAPROX_SCORE_GQA_MEAN) :
-        d(d), n_head_kv(n_head_kv), n_gqa(n_gqa), n_kv(n_kv), w(w), type_k(type_k), type_v(type_v), value(value), softcap(softcap), stat(stat), gqa(gqa) {}
+            bool value = true, float softcap = 0.0f, int stat = GGML_LAPROX_SCORE_MAX, int gqa = GGML_LAPROX_SCORE_GQA_MEAN,
+            int64_t d_v = 0, ggml_type type_m = GGML_TYPE_F16, bool sinks = false) :
+        d(d), n_head_kv(n_head_kv), n_gqa(n_gqa), n_kv(n_kv), w(w), type_k(type_k), type_v(type_v), value(value), softcap(softcap), stat(stat), gqa(gqa),
+        d_v(d_v ? d_v : d), type_m(type_m), sinks(sinks) {}
 
     ggml_tensor * build_graph(ggml_context * ctx) override {
         ggml_tensor * q = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d, n_head_kv * n_gqa, w);
@@ -41,17 +62,17 @@ struct test_laprox_score : public test_case {
         ggml_tensor * k = ggml_new_tensor_3d(ctx, type_k, d, n_head_kv, n_kv);
         ggml_set_name(k, "k");
 
-        ggml_tensor * m = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, w);
+        ggml_tensor * m = ggml_new_tensor_2d(ctx, type_m, n_kv, w);
         ggml_set_name(m, "m");
 
         ggml_tensor * v = nullptr;
         ggml_tensor * g = nullptr;
         if (value) {
-            v = ggml_new_tensor_3d(ctx, type_v, d, n_head_kv, n_kv);
+            v = ggml_new_tensor_3d(ctx, type_v, d_v, n_head_kv, n_kv);
             ggml_set_name(v, "v");
 
             // a Gram matrix is positive semi-definite, random numbers are not
-            ggml_tensor * w_o = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d, d, n_head_kv * n_gqa);
+            ggml_tensor * w_o = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, d_v, d_v, n_head_kv * n_gqa);
             ggml_set_name(w_o, "w_o");
 
             g = ggml_mul_mat(ctx, w_o, w_o);
@@ -60,6 +81,9 @@ struct test_laprox_score : public test_case {
 
         ggml_tensor * out = ggml_laprox_score(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), ggml_permute(ctx, k, 0, 2, 1, 3), v, m, g,
                 1.0f / sqrtf(d), softcap, (ggml_laprox_score_stat) stat, (ggml_laprox_score_gqa) gqa);
+        if (sinks) {
+            ggml_laprox_add_sinks(out, ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_head_kv * n_gqa));
+        }
         ggml_set_name(out, "out");
 
         return out;
@@ -68,7 +92,7 @@ struct test_laprox_score : public test_case {
     void initialize_tensors(ggml_context * ctx) override {
         for (ggml_tensor * t = ggml_get_first_tensor(ctx); t != NULL; t = ggml_get_next_tensor(ctx, t)) {
             if (strcmp(t->name, "m") == 0) {
-                init_tensor_kq_mask(t);
+                laprox_init_mask(t);
             } else {
                 init_tensor_uniform(t);
             }
@@ -87,9 +111,11 @@ struct test_laprox_attn : public test_case {
     const ggml_type type_k;
     const ggml_type type_v;
     const float     softcap;
+    const int64_t   d_v;
+    const bool      sinks;
 
     std::string vars() override {
-        return VARS_TO_STR8(d, n_head_kv, n_gqa, n_mask, n_tokens, type_k, type_v, softcap);
+        return VARS_TO_STR10(d, n_head_kv, n_gqa, n_mask, n_tokens, type_k, type_v, softcap, d_v, sinks);
     }
 
     double max_nmse_err() override {
@@ -98,11 +124,12 @@ struct test_laprox_attn : public test_case {
 
     uint64_t op_flops(ggml_tensor * t) override {
         GGML_UNUSED(t);
-        return 4 * d * n_mask * n_head_kv * n_gqa * n_tokens;
+        return 2 * (d + d_v) * n_mask * n_head_kv * n_gqa * n_tokens;
     }
 
-    test_laprox_attn(int64_t d, int64_t n_head_kv, int64_t n_gqa, int64_t n_mask, int64_t n_tokens, ggml_type type_k, ggml_type type_v, float softcap = 0.0f) :
-        d(d), n_head_kv(n_head_kv), n_gqa(n_gqa), n_mask(n_mask), n_tokens(n_tokens), type_k(type_k), type_v(type_v), softcap(softcap) {}
+    test_laprox_attn(int64_t d, int64_t n_head_kv, int64_t n_gqa, int64_t n_mask, int64_t n_tokens, ggml_type type_k, ggml_type type_v, float softcap = 0.0f,
+            int64_t d_v = 0, bool sinks = false) :
+        d(d), n_head_kv(n_head_kv), n_gqa(n_gqa), n_mask(n_mask), n_tokens(n_tokens), type_k(type_k), type_v(type_v), softcap(softcap), d_v(d_v ? d_v : d), sinks(sinks) {}
 
     // every head leaves out some more columns than the one before
     int64_t col(int64_t g) const { return g * n_mask / (n_head_kv + 1); }
@@ -119,7 +146,7 @@ struct test_laprox_attn : public test_case {
         ggml_tensor * k = ggml_new_tensor_2d(ctx, type_k, d, n_rows);
         ggml_set_name(k, "k");
 
-        ggml_tensor * v = ggml_new_tensor_2d(ctx, type_v, d, n_rows);
+        ggml_tensor * v = ggml_new_tensor_2d(ctx, type_v, d_v, n_rows);
         ggml_set_name(v, "v");
 
         ggml_tensor * m = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_mask, n_tokens);
@@ -129,6 +156,9 @@ struct test_laprox_attn : public test_case {
         ggml_set_name(regions, "regions");
 
         ggml_tensor * out = ggml_laprox_attn(ctx, q, k, v, m, regions, 1.0f / sqrtf(d), softcap);
+        if (sinks) {
+            ggml_laprox_add_sinks(out, ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_head_kv * n_gqa));
+        }
         ggml_set_name(out, "out");
 
         return out;
@@ -170,7 +200,28 @@ static void laprox_test_cases_eval(laprox_test_cases & test_cases) {
         }
         test_cases.emplace_back(new test_laprox_score(80, 4, 1, 512, 1, GGML_TYPE_F16, GGML_TYPE_F16, true, 0.0f, stat));
         test_cases.emplace_back(new test_laprox_score(256, 1, 4, 768, 512, GGML_TYPE_F16, GGML_TYPE_F16, true, 50.0f, stat));
+        test_cases.emplace_back(new test_laprox_score(64, 3, 3, 300, 32, GGML_TYPE_F16, GGML_TYPE_F16, true, 0.0f, stat, GGML_LAPROX_SCORE_GQA_MEAN, 0, GGML_TYPE_F32, true));
     }
+    for (int64_t d : { 96, 112, 192 }) {
+        for (auto gqa : { GGML_LAPROX_SCORE_GQA_MEAN, GGML_LAPROX_SCORE_GQA_ATTENTION }) {
+            test_cases.emplace_back(new test_laprox_score(d, 2, 3, 300, 32, GGML_TYPE_F16, GGML_TYPE_F16, true, 0.0f, GGML_LAPROX_SCORE_MAX, gqa, 0, GGML_TYPE_F32));
+        }
+    }
+    for (int n_gqa : { 1, 2, 5, 8, 16 }) {
+        test_cases.emplace_back(new test_laprox_score(128, 2, n_gqa, 400, 32, GGML_TYPE_F16, GGML_TYPE_F16, true, 0.0f, GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_GQA_MEAN, 0, GGML_TYPE_F32));
+    }
+    for (int64_t d : { 96, 128, 192, 256 }) {
+        for (ggml_type type : { GGML_TYPE_F32, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 }) {
+            test_cases.emplace_back(new test_laprox_score(d, 2, 4, 290, 32, type, GGML_TYPE_F16, true, 0.0f, GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_GQA_MEAN, 0, GGML_TYPE_F32));
+            test_cases.emplace_back(new test_laprox_score(d, 2, 4, 290, 32, GGML_TYPE_Q8_0, type, true, 0.0f, GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_GQA_MEAN, 0, GGML_TYPE_F32));
+            test_cases.emplace_back(new test_laprox_attn(d, 2, 4, 290, 1, GGML_TYPE_Q8_0, type));
+        }
+    }
+    // K wider than V
+    test_cases.emplace_back(new test_laprox_score(192, 2, 4, 300, 32, GGML_TYPE_F16, GGML_TYPE_F16, true, 0.0f, GGML_LAPROX_SCORE_MAX, GGML_LAPROX_SCORE_GQA_MEAN, 128));
+    test_cases.emplace_back(new test_laprox_attn(192, 2, 4, 300, 1, GGML_TYPE_F16, GGML_TYPE_F16, 0.0f, 128));
+    test_cases.emplace_back(new test_laprox_attn(64, 3, 3, 9000, 1, GGML_TYPE_F16, GGML_TYPE_F16, 0.0f, 0, true));
+    test_cases.emplace_back(new test_laprox_attn(128, 2, 4, 300, 8, GGML_TYPE_F16, GGML_TYPE_Q8_0, 5.0f, 0, true));
     for (ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0 }) {
         for (int64_t d : { 64, 96, 128, 192, 256 }) {
             test_cases.emplace_back(new test_laprox_attn(d, 3, 3, 700, 1, type, type));

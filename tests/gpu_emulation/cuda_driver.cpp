@@ -1,6 +1,7 @@
 // The CUDA kernels of both ops against float64, on the shapes of shapes.h, then on such that are drawn at random:
 //
 //     cuda_driver score-mma|score-simt|attn n_cases seed
+//     cuda_driver refusals
 //
 // Every case runs in three orders of threads and blocks, which must agree to the bit. Whatever a kernel may not read is
 // NaN or lies behind the end of its allocation. One line per case; exit code 1 where one is wrong.
@@ -9,6 +10,7 @@
 
 #include "laprox-attn-kernel.cuh"
 #include "laprox-score-kernel.cuh"
+#include "laprox-supported.h"
 
 #include <memory>
 #include <random>
@@ -270,6 +272,14 @@ static shapes::score draw_score_shape(bool mma) {
     return s;
 }
 
+// one more logit per head, about as large as the others or far above them; now and then none
+static void draw_sinks(bool some, int n_head, buffer & data, std::vector<double> & values) {
+    for (int h = 0; some && h < n_head; ++h) {
+        data.at<float>(h * sizeof(float)) = draw(-32, 32) / 8.0f;
+        values.push_back(data.at<float>(h * sizeof(float)));
+    }
+}
+
 static void score_case(int index, bool mma) {
     reference::score_problem ref = {};
     laprox_score_params      p   = {};
@@ -354,11 +364,15 @@ static void score_case(int index, bool mma) {
         }
     }
 
+    buffer sinks(ref.n_head * sizeof(float));
+    draw_sinks(index % 3 == 2, ref.n_head, sinks, ref.sinks);
+
     buffer dst((size_t) ref.n_kv * ref.n_head_kv * sizeof(float));
 
     p.q         = q.data;
     p.mask      = mask.data;
     p.gram      = value ? gram.data : nullptr;
+    p.sinks     = ref.sinks.empty() ? nullptr : (const float *) sinks.data;
     p.k         = k.rows;
     p.v         = v.rows;
     p.dst       = (float *) dst.data;
@@ -387,9 +401,9 @@ static void score_case(int index, bool mma) {
     laprox_score_init(p, mma, scratch.data);
 
     char name[256];
-    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d chunks=%d tiles=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d wide=%d",
+    snprintf(name, sizeof(name), "score-%s %d d_k=%d d_v=%d w=%d n_kv=%d chunks=%d tiles=%d heads=%dx%d k=%d v=%d mask=%d stat=%d group=%d cap=%g scale=%.3g exact=%d wide=%d sinks=%d",
             mma ? "mma" : "simt", index, ref.d_k, p.d_v, ref.w, ref.n_kv, p.n_chunks, p.n_tiles, ref.n_head_kv, gqa, k.rows.type, value ? v.rows.type : -1,
-            mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact, wide);
+            mask_type, ref.what, ref.group, ref.softcap, ref.scale, exact, wide, !ref.sinks.empty());
 
     const auto got = run(name, p.dst, ref.n_kv * ref.n_head_kv, [&] { laprox_score_launch(p, mma, nullptr); });
     compare(name, got, reference::score(ref), !mma || exact ? 4e-5 : 4e-2);
@@ -474,12 +488,16 @@ static void attn_case(int index) {
     buffer regions(ref.regions.size() * sizeof(int32_t));
     memcpy(regions.data, ref.regions.data(), ref.regions.size() * sizeof(int32_t));
 
+    buffer sinks(ref.n_head * sizeof(float));
+    draw_sinks(index % 3 == 2, ref.n_head, sinks, ref.sinks);
+
     const size_t n = (size_t) ref.d_v * ref.n_head * ref.n_tokens;
     buffer       dst(n * sizeof(float));
 
     p.q         = q.data;
     p.mask      = mask.data;
     p.regions   = (const int32_t *) regions.data;
+    p.sinks     = ref.sinks.empty() ? nullptr : (const float *) sinks.data;
     p.k         = k.rows;
     p.v         = v.rows;
     p.dst       = (float *) dst.data;
@@ -498,17 +516,120 @@ static void attn_case(int index) {
     laprox_attn_init(p, scratch.data);
 
     char name[256];
-    snprintf(name, sizeof(name), "attn %d d_k=%d d_v=%d tokens=%d n_mask=%d chunk=%d chunks=%d heads=%dx%d k=%d v=%d cap=%g scale=%.3g",
-            index, ref.d_k, ref.d_v, ref.n_tokens, ref.n_mask, p.chunk, p.n_chunks, ref.n_head_kv, gqa, k.rows.type, v.rows.type, ref.softcap, ref.scale);
+    snprintf(name, sizeof(name), "attn %d d_k=%d d_v=%d tokens=%d n_mask=%d chunk=%d chunks=%d heads=%dx%d k=%d v=%d cap=%g scale=%.3g sinks=%d",
+            index, ref.d_k, ref.d_v, ref.n_tokens, ref.n_mask, p.chunk, p.n_chunks, ref.n_head_kv, gqa, k.rows.type, v.rows.type, ref.softcap, ref.scale, !ref.sinks.empty());
 
     const auto got = run(name, p.dst, n, [&] { laprox_attn_launch(p, nullptr); });
     compare(name, got, reference::attn(ref), 4e-5);
 }
 
+//
+// what must be refused: one thing wrong at a time
+//
+
+struct operands {
+    ggml_tensor q, k, v, mask, last; // last: gram, or regions
+};
+
+static ggml_tensor make_tensor(ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2) {
+    ggml_tensor t = {};
+
+    t.type  = type;
+    t.ne[0] = ne0;
+    t.ne[1] = ne1;
+    t.ne[2] = ne2;
+    t.ne[3] = 1;
+    t.nb[0] = type == GGML_TYPE_I32 ? 4 : type == GGML_TYPE_Q8_0 ? 34
+            : type == GGML_TYPE_Q4_0                             ? 18
+            : type == GGML_TYPE_F32                              ? 4
+                                                                 : 2;
+    t.nb[1] = type == GGML_TYPE_I32 ? 4 * ne0 : row_bytes(type, ne0);
+    t.nb[2] = t.nb[1] * ne1;
+    t.nb[3] = t.nb[2] * ne2;
+
+    return t;
+}
+
+static void test_refusals() {
+    struct change {
+        const char * what;
+        bool         supported;
+
+        std::function<void(operands &)> f;
+    };
+
+    // where rows need no alignment, but have types of their own
+    const auto retype = [](ggml_tensor & x, ggml_type type) { x = make_tensor(type, x.ne[0], x.ne[1], x.ne[2]); };
+
+    const std::vector<change> both = {
+        { "nothing",                        true,  [](operands &) {}                                                                       },
+        { "F32 K, BF16 V",                  true,  [=](operands & o) { retype(o.k, GGML_TYPE_F32), retype(o.v, GGML_TYPE_BF16); }          },
+        { "Q8_0 K, Q4_0 V",                 true,  [=](operands & o) { retype(o.k, GGML_TYPE_Q8_0), retype(o.v, GGML_TYPE_Q4_0); }         },
+        { "rows of a quantised K anywhere", true,  [=](operands & o) { retype(o.k, GGML_TYPE_Q8_0), o.k.nb[1] += 34, o.k.view_offs = 34; } },
+        { "V of 80",                        true,  [](operands & o) { o.v.ne[0] = 80; }                                                    },
+        { "K of 256",                       true,  [](operands & o) { o.k.ne[0] = o.q.ne[0] = 256; }                                       },
+        { "K of 48",                        false, [](operands & o) { o.k.ne[0] = o.q.ne[0] = 48; }                                        },
+        { "K of 72",                        false, [](operands & o) { o.k.ne[0] = o.q.ne[0] = 72; }                                        },
+        { "K of 272",                       false, [](operands & o) { o.k.ne[0] = o.q.ne[0] = 272; }                                       },
+        { "V of 320",                       false, [](operands & o) { o.v.ne[0] = 320; }                                                   },
+        { "type of K",                      false, [](operands & o) { o.k.type = GGML_TYPE_Q5_0, o.k.nb[0] = 22; }                         },
+        { "type of V",                      false, [](operands & o) { o.v.type = GGML_TYPE_Q4_1, o.v.nb[0] = 20; }                         },
+        { "elements of K apart",            false, [](operands & o) { o.k.nb[0] = 4; }                                                     },
+        { "elements of V apart",            false, [](operands & o) { o.v.nb[0] = 4; }                                                     },
+        { "rows of K not aligned",          false, [](operands & o) { o.k.nb[1] += 8; }                                                    },
+        { "rows of V not aligned",          false, [](operands & o) { o.v.nb[1] += 8; }                                                    },
+        { "heads of K not aligned",         false, [](operands & o) { o.k.nb[2] += 2; }                                                    },
+        { "view of K not aligned",          false, [](operands & o) { o.k.view_offs = 8; }                                                 },
+        { "view of V not aligned",          false, [](operands & o) { o.v.view_offs = 4; }                                                 },
+        { "elements of the mask apart",     false, [](operands & o) { o.mask.nb[0] = 8; }                                                  },
+    };
+
+    for (const bool is_score : { true, false }) {
+        std::vector<change> all = both;
+        if (is_score) {
+            all.push_back({ "mask of F32", true, [=](operands & o) { retype(o.mask, GGML_TYPE_F32); } });
+            all.push_back({ "16 heads of a KV head", true, [](operands & o) { o.q.ne[2] = 32; } });
+            all.push_back({ "17 heads of a KV head", false, [](operands & o) { o.q.ne[2] = 34; } });
+            all.push_back({ "more positions than a grid has blocks", false, [](operands & o) { o.k.ne[1] = o.v.ne[1] = o.mask.ne[0] = 64 * 65535 + 1; } });
+            all.push_back({ "more KV heads than that", false, [](operands & o) { o.q.ne[2] = o.k.ne[2] = o.v.ne[2] = 65536; } });
+        } else {
+            all.push_back({ "mask of F32", false, [=](operands & o) { retype(o.mask, GGML_TYPE_F32); } });
+            all.push_back({ "17 heads of a KV head", true, [](operands & o) { o.q.ne[1] = 34; } });
+            all.push_back({ "elements of q apart", false, [](operands & o) { o.q.nb[0] = 8; } });
+            all.push_back({ "more tokens than a grid has blocks", false, [](operands & o) { o.q.ne[2] = o.mask.ne[1] = 65536; } });
+            all.push_back({ "more KV heads than that", false, [](operands & o) { o.q.ne[1] = o.last.ne[1] = 65536; } });
+            all.push_back({ "more columns than an int", false, [](operands & o) { o.mask.ne[0] = (int64_t) 1 << 31; } });
+        }
+        for (const change & c : all) {
+            operands o = is_score ? operands { make_tensor(GGML_TYPE_F32, 64, 8, 4), make_tensor(GGML_TYPE_F16, 64, 32, 2), make_tensor(GGML_TYPE_F16, 64, 32, 2),
+                make_tensor(GGML_TYPE_F16, 32, 8, 1), make_tensor(GGML_TYPE_F32, 64, 64, 4) }
+                                  : operands { make_tensor(GGML_TYPE_F32, 64, 4, 8), make_tensor(GGML_TYPE_F16, 64, 32, 1), make_tensor(GGML_TYPE_F16, 64, 32, 1),
+                                        make_tensor(GGML_TYPE_F16, 32, 8, 1), make_tensor(GGML_TYPE_I32, 2, 2, 1) };
+            c.f(o);
+
+            ggml_tensor dst = {};
+            dst.src[0]      = &o.q;
+            dst.src[1]      = &o.k;
+            dst.src[2]      = &o.v;
+            dst.src[3]      = &o.mask;
+            dst.src[4]      = &o.last;
+
+            const bool ok = (is_score ? laprox_score_supported(&dst) : laprox_attn_supported(&dst)) == c.supported;
+            n_wrong += !ok;
+            printf("%s %s: %s\n", ok ? "ok   " : "WRONG", is_score ? "score" : "attn", c.what);
+        }
+    }
+}
+
 int main(int argc, char ** argv) {
+    if (argc == 2 && std::string(argv[1]) == "refusals") {
+        test_refusals();
+        printf("%d wrong\n", n_wrong);
+        return n_wrong ? 1 : 0;
+    }
     const std::string what = argc == 4 ? argv[1] : "";
     if (what != "score-mma" && what != "score-simt" && what != "attn") {
-        fprintf(stderr, "usage: cuda_driver score-mma|score-simt|attn n_cases seed\n");
+        fprintf(stderr, "usage: cuda_driver score-mma|score-simt|attn n_cases seed, or cuda_driver refusals\n");
         return 2;
     }
 

@@ -362,6 +362,20 @@ static shapes::score random_score_shape() {
     return s;
 }
 
+// [n_head], one more logit per head; nullptr: none
+static std::unique_ptr<tensor> random_sinks(bool some, int n_head, std::vector<double> & values) {
+    if (!some) {
+        return nullptr;
+    }
+    auto res = make_tensor(GGML_TYPE_F32, n_head, 1, 1, 4 * n_head, 4 * n_head);
+    for (int h = 0; h < n_head; ++h) {
+        const float x = uniform(-32, 32) / 8.0f;
+        memcpy((char *) res->data + 4 * h, &x, 4);
+        values.push_back(x);
+    }
+    return res;
+}
+
 static std::string test_score(uint32_t seed, std::string & error) {
     reference::score_problem p;
 
@@ -449,14 +463,16 @@ static std::string test_score(uint32_t seed, std::string & error) {
         }
     }
 
-    auto op = make_result(GGML_OP_LAPROX_SCORE, p.n_kv, p.n_head_kv, 1, { q.get(), k.t.get(), v.t.get(), mask.get(), g.get() }, (float) p.scale, (float) p.softcap);
+    const auto sinks = random_sinks(seed % 3 == 1, p.n_head, p.sinks);
+
+    auto op = make_result(GGML_OP_LAPROX_SCORE, p.n_kv, p.n_head_kv, 1, { q.get(), k.t.get(), v.t.get(), mask.get(), g.get(), sinks.get() }, (float) p.scale, (float) p.softcap);
     ggml_set_op_params_i32(op.get(), 2, p.what);
     ggml_set_op_params_i32(op.get(), 3, p.group ? GGML_LAPROX_SCORE_GQA_ATTENTION : GGML_LAPROX_SCORE_GQA_MEAN);
 
     const int max_threads = pick({ 1024, 256, 128, 32 });
 
-    std::string text = describe("d=%d,%d n_head_kv=%d n_gqa=%d w=%d n_kv=%d types=%d,%d mask=%d gram=%d scale=%g softcap=%g stat=%d group=%d threads=%d",
-            p.d_k, p.d_v, p.n_head_kv, n_gqa, p.w, p.n_kv, k.t->type, gram ? v.t->type : -1, type_m, gram, p.scale, p.softcap, p.what, p.group, max_threads);
+    std::string text = describe("d=%d,%d n_head_kv=%d n_gqa=%d w=%d n_kv=%d types=%d,%d mask=%d gram=%d scale=%g softcap=%g stat=%d group=%d sinks=%d threads=%d",
+            p.d_k, p.d_v, p.n_head_kv, n_gqa, p.w, p.n_kv, k.t->type, gram ? v.t->type : -1, type_m, gram, p.scale, p.softcap, p.what, p.group, sinks != nullptr, max_threads);
 
     const bool supported = !gram || p.d_k > 128 || p.d_v <= 128;
     if (ggml_metal_laprox_supports_op(op.get(), true) != supported) {
@@ -549,12 +565,14 @@ static std::string test_attn(uint32_t seed, std::string & error) {
     p.k    = k.values;
     p.v    = v.values;
 
-    auto op = make_result(GGML_OP_LAPROX_ATTN, p.d_v, p.n_head, p.n_tokens, { q.get(), k.t.get(), v.t.get(), mask.get(), regions.get() }, (float) p.scale, (float) p.softcap);
+    const auto sinks = random_sinks(seed % 3 == 1, p.n_head, p.sinks);
+
+    auto op = make_result(GGML_OP_LAPROX_ATTN, p.d_v, p.n_head, p.n_tokens, { q.get(), k.t.get(), v.t.get(), mask.get(), regions.get(), sinks.get() }, (float) p.scale, (float) p.softcap);
 
     const int max_threads = pick({ 1024, 128, 64 });
 
-    std::string text = describe("d=%d,%d n_head_kv=%d n_gqa=%d n_tokens=%d n_mask=%d types=%d,%d scale=%g softcap=%g threads=%d",
-            p.d_k, p.d_v, p.n_head_kv, n_gqa, p.n_tokens, p.n_mask, k.t->type, v.t->type, p.scale, p.softcap, max_threads);
+    std::string text = describe("d=%d,%d n_head_kv=%d n_gqa=%d n_tokens=%d n_mask=%d types=%d,%d scale=%g softcap=%g sinks=%d threads=%d",
+            p.d_k, p.d_v, p.n_head_kv, n_gqa, p.n_tokens, p.n_mask, k.t->type, v.t->type, p.scale, p.softcap, sinks != nullptr, max_threads);
 
     if (!ggml_metal_laprox_supports_op(op.get(), true)) {
         error = "supports_op";

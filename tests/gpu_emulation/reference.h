@@ -25,14 +25,15 @@ inline double logit(const double * q, const double * k, int d, double scale, dou
     return (softcap != 0.0 ? softcap * std::tanh(s / softcap) : s) + mask;
 }
 
-// logits -> attention; all 0 where nothing is visible
-inline std::vector<double> soft_max(const std::vector<double> & s) {
-    const double        m = *std::max_element(s.begin(), s.end());
+// logits -> attention; all 0 where nothing is visible. sink: one more logit in the sum, -INF: none
+inline std::vector<double> soft_max(const std::vector<double> & s, double sink) {
+    double              m = *std::max_element(s.begin(), s.end());
     std::vector<double> a(s.size(), 0.0);
     if (m == -INFINITY) {
         return a;
     }
-    double sum = 0.0;
+    m          = std::max(m, sink);
+    double sum = std::exp(sink - m);
     for (size_t i = 0; i < s.size(); ++i) {
         a[i] = std::exp(s[i] - m);
         sum += a[i];
@@ -43,7 +44,8 @@ inline std::vector<double> soft_max(const std::vector<double> & s) {
     return a;
 }
 
-// q [d_k, w, n_head], k [d_k, n_kv, n_head_kv], v [d_v, n_kv, n_head_kv], mask [n_kv, w], gram [d_v, d_v, n_head] or empty
+// q [d_k, w, n_head], k [d_k, n_kv, n_head_kv], v [d_v, n_kv, n_head_kv], mask [n_kv, w], gram [d_v, d_v, n_head] or empty,
+// sinks [n_head] or empty
 // -> [n_kv, n_head_kv]
 struct score_problem {
     int    d_k, d_v, w, n_kv, n_head, n_head_kv;
@@ -51,7 +53,7 @@ struct score_problem {
     stat   what;
     bool   group; // the mean over the query group before the statistic
 
-    std::vector<double> q, k, v, mask, gram;
+    std::vector<double> q, k, v, mask, gram, sinks;
 };
 
 inline double column_stat(stat what, const std::vector<double> & a) { // over the queries
@@ -78,7 +80,7 @@ inline std::vector<double> score(const score_problem & p) {
                 for (int i = 0; i < p.n_kv; ++i) {
                     s[i] = logit(q, &p.k[((size_t) g * p.n_kv + i) * p.d_k], p.d_k, p.scale, p.softcap, p.mask[(size_t) t * p.n_kv + i]);
                 }
-                attn.push_back(soft_max(s));
+                attn.push_back(soft_max(s, p.sinks.empty() ? -INFINITY : p.sinks[g * n_gqa + r]));
             }
         }
         for (int i = 0; i < p.n_kv; ++i) {
@@ -121,13 +123,13 @@ inline std::vector<double> score(const score_problem & p) {
     return res;
 }
 
-// q [d_k, n_head, n_tokens], k [d_k, n_rows], v [d_v, n_rows], mask [n_mask, n_tokens], regions (row, column) of each KV head
-// -> [d_v, n_head, n_tokens]
+// q [d_k, n_head, n_tokens], k [d_k, n_rows], v [d_v, n_rows], mask [n_mask, n_tokens], regions (row, column) of each KV head,
+// sinks [n_head] or empty -> [d_v, n_head, n_tokens]
 struct attn_problem {
     int    d_k, d_v, n_head, n_head_kv, n_tokens, n_mask;
     double scale, softcap;
 
-    std::vector<double> q, k, v, mask;
+    std::vector<double> q, k, v, mask, sinks;
     std::vector<int>    regions;
 };
 
@@ -145,7 +147,7 @@ inline std::vector<double> attn(const attn_problem & p) {
             for (int i = c0; i < p.n_mask; ++i) {
                 s[i] = logit(&p.q[((size_t) t * p.n_head + h) * p.d_k], &p.k[(size_t) (r0 + i - c0) * p.d_k], p.d_k, p.scale, p.softcap, p.mask[(size_t) t * p.n_mask + i]);
             }
-            const std::vector<double> a = soft_max(s);
+            const std::vector<double> a = soft_max(s, p.sinks.empty() ? -INFINITY : p.sinks[h]);
             for (int i = c0; i < p.n_mask; ++i) {
                 for (int e = 0; e < p.d_v && a[i] != 0.0; ++e) {
                     res[((size_t) t * p.n_head + h) * p.d_v + e] += a[i] * p.v[(size_t) (r0 + i - c0) * p.d_v + e];

@@ -35,6 +35,7 @@ struct test_case {
     bool  wide    = false; // rows of the mask wider than n_mask
     bool  dead    = false; // one token that sees nothing
     bool  empty   = false; // the last head has no rows
+    bool  sinks   = false;
     float softcap = 0.0f;
     float sharp   = 1.0f;  // factor on the logits
     float hidden  = 0.3f;  // share of the columns that are masked
@@ -88,6 +89,11 @@ static bool run(ggml_backend_t backend, const test_case & tc, uint32_t seed) {
         }
     }
 
+    std::vector<float> sinks(n_head);
+    for (auto & x : sinks) {
+        x = 4.0f * normal(rng);
+    }
+
     std::vector<float> mask(tc.n_mask * tc.n_tokens);
     for (auto & m : mask) {
         m = uniform(rng) < tc.hidden ? -INFINITY : uniform(rng) < 0.5f ? 0.0f
@@ -131,7 +137,7 @@ static bool run(ggml_backend_t backend, const test_case & tc, uint32_t seed) {
             std::vector<double>  weight;
             std::vector<int64_t> row;
 
-            double sum = 0.0;
+            double sum = tc.sinks ? std::exp((double) sinks[h]) : 0.0;
             for (int64_t c = r.c0; c < tc.n_mask; ++c) {
                 const double m = mask[t * tc.n_mask + c];
                 if (m == -INFINITY) {
@@ -177,12 +183,17 @@ static bool run(ggml_backend_t backend, const test_case & tc, uint32_t seed) {
         ggml_tensor * tm = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, tc.n_mask + (tc.wide ? 24 : 0), tc.n_tokens);
 
         ggml_tensor * out = ggml_laprox_attn(ctx, tq, tk, tv, ggml_view_2d(ctx, tm, tc.n_mask, tc.n_tokens, tm->nb[1], 0), tr, scale, tc.softcap);
+        ggml_tensor * ts  = tc.sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, n_head) : nullptr;
+        ggml_laprox_add_sinks(out, ts);
 
         ggml_cgraph * gf = ggml_new_graph(ctx);
         ggml_build_forward_expand(gf, out);
 
         ggml_backend_buffer_t buf = ggml_backend_alloc_ctx_tensors(ctx, backend);
 
+        if (ts) {
+            memcpy(ts->data, sinks.data(), ggml_nbytes(ts));
+        }
         memcpy(tk->data, k_bytes.data(), k_bytes.size());
         memcpy(tv->data, v_bytes.data(), v_bytes.size());
         for (int64_t t = 0; t < tc.n_tokens; ++t) {
@@ -273,6 +284,8 @@ int main() {
     cases.push_back(make_case("a head without rows", [](test_case & tc) { tc.empty = true; }));
     cases.push_back(make_case("wide mask", [](test_case & tc) { tc.wide = true; tc.n_tokens = 8; }));
     cases.push_back(make_case("contiguous q", [](test_case & tc) { tc.strided = false; tc.n_tokens = 8; }));
+    cases.push_back(make_case("sinks", [](test_case & tc) { tc.sinks = true; tc.n_tokens = 2; }));
+    cases.push_back(make_case("sinks, a token that sees nothing", [](test_case & tc) { tc.sinks = tc.dead = true; tc.n_tokens = 4; tc.type_v = GGML_TYPE_Q8_0; }));
     cases.push_back(make_case("sharp attention", [](test_case & tc) { tc.sharp = 20.0f; tc.type_k = GGML_TYPE_F32; }));
 
     ggml_backend_t backend = ggml_backend_cpu_init();

@@ -44,6 +44,7 @@ struct test_case {
     bool  strided  = true;  // q, k, v as llama.cpp hands them over: [d, n_head, n] permuted
     bool  dead_row = false; // one fully masked query
     bool  nan_pad  = false; // NaN in the padding rows of K and V, only for the op
+    bool  sinks    = false;
     float softcap  = 0.0f;
     float sharp    = 1.0f;  // factor on the logits
 };
@@ -89,6 +90,7 @@ struct problem {
     std::vector<bool>   masked;   // [w][n_kv]
     std::vector<double> w_o;      // [n_head][d_v][d_model]
     std::vector<float>  gram;     // [n_head][d_v][d_v]
+    std::vector<float>  sinks;    // [n_head]
 };
 
 static problem make_problem(const test_case & tc, uint32_t seed) {
@@ -111,6 +113,10 @@ static problem make_problem(const test_case & tc, uint32_t seed) {
     }
 
     std::normal_distribution<double> normal;
+    for (int64_t h = 0; h < tc.n_head; ++h) {
+        p.sinks.push_back(4.0 * normal(rng));
+    }
+
     p.w_o.resize(tc.n_head * tc.d_v * tc.d_model);
     for (auto & x : p.w_o) {
         x = normal(rng);
@@ -158,7 +164,7 @@ static std::vector<double> attention(const problem & p, int64_t h) {
             sum += attn[t * tc.n_kv + i];
         }
         for (int64_t i = 0; i < tc.n_kv && sum > 0.0; ++i) {
-            attn[t * tc.n_kv + i] /= sum;
+            attn[t * tc.n_kv + i] /= sum + (tc.sinks ? std::exp((double) p.sinks[h]) : 0.0);
         }
     }
 
@@ -285,9 +291,15 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
 
     const bool mean = tc.gqa == GGML_LAPROX_SCORE_GQA_ATTENTION;
 
-    ggml_tensor * out  = composed ? laprox_build_attention_stat(ctx, q, k, mask, p.scale, tc.softcap, tc.stat, mean)
+    ggml_tensor * sinks = tc.sinks ? ggml_new_tensor_1d(ctx, GGML_TYPE_F32, tc.n_head) : nullptr;
+
+    ggml_tensor * out  = composed ? laprox_build_attention_stat(ctx, q, k, mask, sinks, p.scale, tc.softcap, tc.stat, mean)
                                   : ggml_laprox_score(ctx, q, k, v, mask, gram, p.scale, tc.softcap, tc.stat, tc.gqa);
     ggml_tensor * norm = composed && tc.value ? laprox_build_value_norm(ctx, v, gram) : nullptr;
+
+    if (!composed) {
+        ggml_laprox_add_sinks(out, sinks);
+    }
 
     ggml_cgraph * gf = ggml_new_graph(ctx);
     ggml_build_forward_expand(gf, out);
@@ -299,6 +311,9 @@ static std::vector<float> compute(ggml_backend_t backend, const problem & p, boo
 
     set_operand(q, p.q);
     set_operand(k, p.k);
+    if (sinks) {
+        memcpy(sinks->data, p.sinks.data(), ggml_nbytes(sinks));
+    }
     if (tc.value) {
         set_operand(v, p.v);
         memcpy(gram->data, p.gram.data(), ggml_nbytes(gram));
@@ -460,6 +475,10 @@ int main() {
     cases.push_back(make_case("all masked", [](test_case & tc) { tc.dead_row = true; tc.w = 1; }));
     cases.push_back(make_case("NaN in padding", [](test_case & tc) { tc.nan_pad = true; }));
     cases.push_back(make_case("sharp attention", [](test_case & tc) { tc.sharp = 8.0f; tc.stat = GGML_LAPROX_SCORE_SUM; tc.type_k = GGML_TYPE_F32; }));
+    cases.push_back(make_case("sinks, max", [](test_case & tc) { tc.sinks = true; }));
+    cases.push_back(make_case("sinks, sum, q8_0, masked query", [](test_case & tc) { tc.sinks = tc.dead_row = true; tc.stat = GGML_LAPROX_SCORE_SUM; tc.type_k = GGML_TYPE_Q8_0; }));
+    cases.push_back(make_case("sinks, l2, mean first", [](test_case & tc) { tc.sinks = true; tc.stat = GGML_LAPROX_SCORE_L2; tc.gqa = GGML_LAPROX_SCORE_GQA_ATTENTION; }));
+    cases.push_back(make_case("sinks, sharp attention", [](test_case & tc) { tc.sinks = true; tc.sharp = 8.0f; }));
     cases.push_back(make_case("singular gram", [](test_case & tc) { tc.d_model = 8; }));
 
     ggml_backend_t backend = ggml_backend_cpu_init();

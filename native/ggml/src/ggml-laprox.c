@@ -91,3 +91,18 @@ struct ggml_tensor * ggml_laprox_attn(
 
     return result;
 }
+
+void ggml_laprox_add_sinks(
+        struct ggml_tensor * a,
+        struct ggml_tensor * sinks) {
+    if (!sinks) {
+        a->src[5] = NULL;
+        return;
+    }
+
+    GGML_ASSERT(a->op == GGML_OP_LAPROX_SCORE || a->op == GGML_OP_LAPROX_ATTN);
+    GGML_ASSERT(sinks->type == GGML_TYPE_F32 && ggml_is_contiguous(sinks));
+    GGML_ASSERT(ggml_nelements(sinks) == a->src[0]->ne[a->op == GGML_OP_LAPROX_SCORE ? 2 : 1]);
+
+    a->src[5] = sinks;
+}

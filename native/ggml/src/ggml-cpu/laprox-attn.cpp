@@ -86,6 +86,8 @@ void ggml_compute_forward_laprox_attn(const ggml_compute_params * params, ggml_t
     const ggml_tensor * mask    = dst->src[3];
     const ggml_tensor * regions = dst->src[4];
 
+    const float * sinks = dst->src[5] ? (const float *) dst->src[5]->data : nullptr;
+
     GGML_ASSERT(q->nb[0] == sizeof(float));
     GGML_ASSERT(k->nb[0] == ggml_type_size(k->type) && v->nb[0] == ggml_type_size(v->type));
     GGML_ASSERT(mask->nb[0] == sizeof(ggml_fp16_t));
@@ -178,16 +180,22 @@ void ggml_compute_forward_laprox_attn(const ggml_compute_params * params, ggml_t
 
         std::fill_n(res, p.d_v, 0.0f);
 
-        float sum = 0.0f;
-        for (int64_t c = 0; c < p.n_chunks && max != -INFINITY; ++c) {
+        if (max == -INFINITY) {
+            continue; // no row
+        }
+
+        const float sink = sinks ? sinks[i % p.n_head] : -INFINITY;
+
+        max = std::max(max, sink);
+
+        float sum = expf(sink - max);
+        for (int64_t c = 0; c < p.n_chunks; ++c) {
             const float a = expf(part[c * n] - max);
 
             sum += a * part[c * n + 1];
             ggml_vec_mad_f32(p.d_v, res, part + c * n + 2, a);
         }
 
-        if (sum > 0.0f) {
-            ggml_vec_scale_f32(p.d_v, res, 1.0f / sum);
-        }
+        ggml_vec_scale_f32(p.d_v, res, 1.0f / sum);
     }
 }

@@ -336,6 +336,8 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
     const ggml_tensor * mask = dst->src[3];
     const ggml_tensor * gram = dst->src[4];
 
+    const float * sinks = dst->src[5] ? (const float *) dst->src[5]->data : nullptr;
+
     GGML_ASSERT(k->nb[0] == ggml_type_size(k->type));
     GGML_ASSERT(mask->nb[0] == ggml_type_size(mask->type));
     GGML_ASSERT(!v || v->nb[0] == ggml_type_size(v->type));
@@ -428,7 +430,11 @@ void ggml_compute_forward_laprox_score(const ggml_compute_params * params, ggml_
             lse[i] = -INFINITY;
             continue;
         }
-        double sum = 0.0;
+        const float sink = sinks ? sinks[i / p.w] : -INFINITY;
+
+        m = std::max(m, sink);
+
+        double sum = expf(sink - m);
         for (int64_t c = 0; c < p.n_chunks; ++c) {
             sum += (double) csum[c * n_query] * expf(cmax[c * n_query] - m);
         }

@@ -23,6 +23,7 @@ struct laprox_attn_params {
     const char *    q; // F32
     const char *    mask;
     const int32_t * regions; // [2, n_head_kv]
+    const float *   sinks;   // [n_head], NULL: none
     laprox_rows     k;
     laprox_rows     v;
     float *         dst;  // [d_v, n_head, n_tokens]
@@ -251,6 +252,9 @@ static __global__ void __launch_bounds__(LAPROX_COMBINE_THREADS) laprox_attn_com
         const float max_b = __shfl_xor_sync(0xFFFFFFFF, max, s);
         const float sum_b = __shfl_xor_sync(0xFFFFFFFF, sum, s);
         laprox_merge(max, sum, max_b, sum_b);
+    }
+    if (p.sinks && max != -INFINITY) {
+        laprox_merge(max, sum, LAPROX_LOG2E * p.sinks[blockIdx.x], 1.0f);
     }
 
     float acc[LAPROX_ATTN_MAX_D / 32] = {}; // elements lane, lane + 32, ..

@@ -30,6 +30,7 @@ void ggml_cuda_op_laprox_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst
     p.q         = (const char *) q->data;
     p.mask      = (const char *) mask->data;
     p.regions   = (const int32_t *) regions->data;
+    p.sinks     = dst->src[5] ? (const float *) dst->src[5]->data : nullptr;
     p.k         = laprox_get_rows(k);
     p.v         = laprox_get_rows(v);
     p.dst       = (float *) dst->data;
@@ -53,15 +54,7 @@ void ggml_cuda_op_laprox_attn(ggml_backend_cuda_context & ctx, ggml_tensor * dst
 bool ggml_cuda_laprox_attn_supported(int device, const ggml_tensor * dst) {
     GGML_UNUSED(device);
 
-    const ggml_tensor * q       = dst->src[0];
-    const ggml_tensor * k       = dst->src[1];
-    const ggml_tensor * v       = dst->src[2];
-    const ggml_tensor * mask    = dst->src[3];
-    const ggml_tensor * regions = dst->src[4];
-
-    return laprox_rows_supported(k) && laprox_rows_supported(v) && q->nb[0] == sizeof(float) &&
-            mask->nb[0] == sizeof(ggml_fp16_t) &&
-            q->ne[2] <= 65535 && regions->ne[1] <= 65535 && mask->ne[0] <= INT32_MAX / 2; // blocks of a grid
+    return laprox_attn_supported(dst);
 }
 
 #endif

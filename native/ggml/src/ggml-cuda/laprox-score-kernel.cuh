@@ -28,12 +28,13 @@ static constexpr int LAPROX_TILE          = 32;              // cache rows of a 
 static constexpr int LAPROX_STRIDE        = LAPROX_TILE + 4; // floats from row to row of a product
 
 struct laprox_score_params {
-    const char * q; // F32
-    const char * mask;
-    const char * gram; // F32, NULL: no value factor
-    laprox_rows  k;
-    laprox_rows  v;
-    float *      dst; // [n_kv, n_head_kv]
+    const char *  q; // F32
+    const char *  mask;
+    const char *  gram;  // F32, NULL: no value factor
+    const float * sinks; // [n_head], NULL: none
+    laprox_rows   k;
+    laprox_rows   v;
+    float *       dst; // [n_kv, n_head_kv]
 
     int64_t   q_nb[3];    // d_k, w, n_head
     int64_t   gram_nb[3]; // d_v, d_v, n_head
@@ -333,6 +334,10 @@ static __global__ void laprox_score_lse(const laprox_score_params p) {
         laprox_merge(max, sum, max_b, sum_b);
     }
     if (lane == 0) {
+        const int r = row % p.n_rows / p.n_t;
+        if (p.sinks && r < p.n_gqa && max != -INFINITY) {
+            laprox_merge(max, sum, LAPROX_LOG2E * p.sinks[row / p.n_rows / p.n_tiles * p.n_gqa + r], 1.0f);
+        }
         p.lse[row] = max == -INFINITY ? -INFINITY : max + log2f(sum);
     }
 }

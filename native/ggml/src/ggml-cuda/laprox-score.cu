@@ -29,6 +29,7 @@ static laprox_score_params laprox_score_get_params(const ggml_tensor * dst) {
 
     p.q         = (const char *) q->data;
     p.mask      = (const char *) mask->data;
+    p.sinks     = dst->src[5] ? (const float *) dst->src[5]->data : nullptr;
     p.k         = laprox_get_rows(k);
     p.dst       = (float *) dst->data;
     p.mask_nb1  = mask->nb[1];
@@ -71,16 +72,7 @@ void ggml_cuda_op_laprox_score(ggml_backend_cuda_context & ctx, ggml_tensor * ds
 bool ggml_cuda_laprox_score_supported(int device, const ggml_tensor * dst) {
     GGML_UNUSED(device);
 
-    const ggml_tensor * q    = dst->src[0];
-    const ggml_tensor * k    = dst->src[1];
-    const ggml_tensor * v    = dst->src[2];
-    const ggml_tensor * mask = dst->src[3];
-
-    const int64_t n_gqa = q->ne[2] / k->ne[2];
-
-    return laprox_rows_supported(k) && (!v || laprox_rows_supported(v)) &&
-            n_gqa <= 16 && mask->nb[0] == ggml_type_size(mask->type) &&
-            k->ne[1] <= 64 * 65535 && k->ne[2] <= 65535; // blocks of a grid
+    return laprox_score_supported(dst);
 }
 
 #endif

@@ -162,6 +162,7 @@ static laprox_score_plan laprox_score_get_plan(const ggml_tensor * op) {
     p.args.n_blk   = laprox_div_up(q->ne[1], 8);
     p.args.d_k     = (int32_t) k->ne[0];
     p.args.d_v     = v ? (int32_t) v->ne[0] : 0;
+    p.args.sinks   = op->src[5] != nullptr;
     p.args.scale   = ggml_get_op_params_f32(op, 0) / (softcap != 0.0f ? softcap : 1.0f);
     p.args.softcap = softcap;
     p.args.nbq0    = q->nb[0];
@@ -202,6 +203,7 @@ static laprox_attn_plan laprox_attn_get_plan(const ggml_tensor * op) {
     p.args.n_chunk  = laprox_div_up(mask->ne[0], LAPROX_ATTN_CHUNK);
     p.args.d_k      = (int32_t) k->ne[0];
     p.args.d_v      = (int32_t) v->ne[0];
+    p.args.sinks    = op->src[5] != nullptr;
     p.args.scale    = ggml_get_op_params_f32(op, 0) / (softcap != 0.0f ? softcap : 1.0f);
     p.args.softcap  = softcap;
     p.args.nbq1     = q->nb[1];
@@ -306,6 +308,8 @@ static void laprox_encode_score(
     const ggml_tensor * mask = op->src[3];
     const ggml_tensor * gram = op->src[4] ? op->src[4] : q; // not read
 
+    const ggml_tensor * sinks = op->src[5] ? op->src[5] : q; // not read
+
     laprox_score_plan p = laprox_score_get_plan(op);
 
     const int n_head_kv = (int) k->ne[2];
@@ -364,7 +368,8 @@ static void laprox_encode_score(
     ggml_metal_encoder_set_pipeline(enc, pipeline);
     ggml_metal_encoder_set_bytes(enc, &p.args, sizeof(p.args), 0);
     ggml_metal_encoder_set_buffer(enc, bid_part, 1);
-    ggml_metal_encoder_set_buffer(enc, bid_lse, 2);
+    ggml_metal_encoder_set_buffer(enc, laprox_buffer(sinks), 2);
+    ggml_metal_encoder_set_buffer(enc, bid_lse, 3);
 
     ggml_metal_encoder_dispatch_threadgroups(enc, 8 * p.args.n_blk * p.args.n_head, 1, 1, 32, 1, 1);
 
@@ -403,6 +408,7 @@ static void laprox_encode_attn(
     const ggml_tensor * v       = op->src[2];
     const ggml_tensor * mask    = op->src[3];
     const ggml_tensor * regions = op->src[4];
+    const ggml_tensor * sinks   = op->src[5] ? op->src[5] : q; // not read
 
     laprox_attn_plan p = laprox_attn_get_plan(op);
 
@@ -450,7 +456,8 @@ static void laprox_encode_attn(
     ggml_metal_encoder_set_bytes(enc, &p.args, sizeof(p.args), 0);
     ggml_metal_encoder_set_buffer(enc, bid_stat, 1);
     ggml_metal_encoder_set_buffer(enc, bid_part, 2);
-    ggml_metal_encoder_set_buffer(enc, laprox_buffer(op), 3);
+    ggml_metal_encoder_set_buffer(enc, laprox_buffer(sinks), 3);
+    ggml_metal_encoder_set_buffer(enc, laprox_buffer(op), 4);
 
     ggml_metal_encoder_dispatch_threadgroups(enc, p.args.n_head * p.args.n_tokens, 1, 1, 32 * p.args.nsg, 1, 1);
 }

@@ -35,6 +35,7 @@ typedef struct {
     int32_t  d_k;
     int32_t  d_v;
     int32_t  nsg;   // simdgroups of a threadgroup
+    int32_t  sinks; // 1: there are some
     float    scale;
     float    softcap;
     uint64_t nbq0;
@@ -57,7 +58,8 @@ typedef struct {
     int32_t  n_chunk;
     int32_t  d_k;
     int32_t  d_v;
-    int32_t  nsg; // simdgroups of a threadgroup
+    int32_t  nsg;   // simdgroups of a threadgroup
+    int32_t  sinks; // 1: there are some
     float    scale;
     float    softcap;
     uint64_t nbq1;

@@ -347,8 +347,9 @@ kernel void kernel_laprox_score_stats(
 // a simdgroup has a query
 kernel void kernel_laprox_score_lse(
         constant ggml_metal_kargs_laprox_score & args,
-        device const float * part, // [2, 8*n_blk*n_head, n_chunk]
-        device       float * lse,  // [8*n_blk*n_head]
+        device const float * part,  // [2, 8*n_blk*n_head, n_chunk]
+        device const float * sinks, // [n_head]
+        device       float * lse,   // [8*n_blk*n_head]
         uint3  tgpig[[threadgroup_position_in_grid]],
         ushort tiitg[[thread_index_in_threadgroup]]) {
     const int n = 8*args.n_blk*args.n_head;
@@ -363,6 +364,12 @@ kernel void kernel_laprox_score_lse(
     }
     mx = simd_max(mx);
 
+    float sink = 0.0f;
+    if (args.sinks != 0 && mx > -FLT_MAX) { // else the query sees nothing
+        sink = sinks[i/(8*args.n_blk)];
+        mx   = max(mx, sink);
+    }
+
     float sum = 0.0f;
     for (int c = tiitg; c < args.n_chunk; c += N_SIMDWIDTH) {
         device const float * p = part + 2*((uint64_t) c*n + i);
@@ -373,6 +380,9 @@ kernel void kernel_laprox_score_lse(
     sum = simd_sum(sum);
 
     if (tiitg == 0) {
+        if (args.sinks != 0 && sum > 0.0f) {
+            sum += exp(sink - mx);
+        }
         // a query that sees nothing: never used
         lse[i] = sum > 0.0f ? mx + log(sum) : 0.0f;
     }
@@ -820,9 +830,10 @@ kernel void kernel_laprox_attn(
 
 kernel void kernel_laprox_attn_combine(
         constant ggml_metal_kargs_laprox_attn & args,
-        device const float * stat, // [2, n_head, n_tokens, n_chunk]
-        device const float * part, // [d_v, n_head, n_tokens, n_chunk]
-        device       float * dst,  // [d_v, n_head, n_tokens]
+        device const float * stat,  // [2, n_head, n_tokens, n_chunk]
+        device const float * part,  // [d_v, n_head, n_tokens, n_chunk]
+        device const float * sinks, // [n_head]
+        device       float * dst,   // [d_v, n_head, n_tokens]
         uint3  tgpig[[threadgroup_position_in_grid]],
         ushort tiitg[[thread_index_in_threadgroup]]) {
     const int row = tgpig.x;                    // head and token
@@ -836,8 +847,13 @@ kernel void kernel_laprox_attn_combine(
         }
     }
 
+    const bool  sunk = args.sinks != 0 && mx > -FLT_MAX; // else the token has no row
+    const float sink = sunk ? sinks[row%args.n_head] : 0.0f;
+
+    mx = sunk ? max(mx, sink) : mx;
+
     for (int i = tiitg; i < args.d_v; i += N_SIMDWIDTH*args.nsg) {
-        float sum = 0.0f;
+        float sum = sunk ? exp(sink - mx) : 0.0f;
         float res = 0.0f;
 
         for (int c = 0; c < args.n_chunk; ++c) {
