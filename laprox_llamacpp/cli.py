@@ -202,7 +202,7 @@ def eval_(
     task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
     gpu_layers: int, out: Path, ray_address: str | None,
 ) -> None:  # fmt: skip
-    """Measure methods and budgets on a task: needle, continuation, multi_question ...
+    """Measure methods and budgets on a task: needle, continuation, multi_question, similarity, longbench, ruler.
 
     TASK takes options after colons, "needle:kind=multikey:tokens=4096"; docs/evaluation.md has them. Each sample is
     prefilled once for all methods and budgets. A run that was stopped goes on with the same command.

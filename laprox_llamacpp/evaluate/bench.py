@@ -24,6 +24,7 @@ from typing import Any, Callable
 
 from ..budget import Budget
 from ..errors import LaproxError
+from ..gguf_check import n_ctx_train
 from ..policy import EvictionPolicy
 from . import bench_report, markdown
 from .cells import Cell, grid
@@ -68,6 +69,12 @@ class Bench:
             )
         for cell in cells:
             cell.policy.check_model(str(self.model_path))
+        need, n_train = max(self.lengths) + self.n_decode, n_ctx_train(self.model_path)
+        if n_train is not None and need > n_train:
+            raise ValueError(
+                f"{max(self.lengths)} tokens and {self.n_decode} more need a context of {need}, "
+                f"the model was trained for {n_train}: take fewer"
+            )
 
     @property
     def cells(self) -> list[Cell]:

@@ -49,7 +49,7 @@ def read(root: Path) -> tuple[list[dict[str, Any]], list[str]]:
             continue
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
-            if isinstance(result, dict) and "bench" in result and "groups" in result:
+            if isinstance(result, dict) and "bench" in result:
                 csv(result), table(result), title(result)  # all that is needed is there
                 results.append(result)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as e:

@@ -62,7 +62,7 @@ def evaluate(
                 console.print(f"{done} of {total} samples{eta(done, total)}", markup=False, highlight=False)
 
         records = run(spec, out, on_sample)
-    console.print(f"{len(records)} samples in {out}", markup=False)
+    console.print(f"{len(records)} samples in {out}; to look at them: laprox-llamacpp report {out}", markup=False)
 
 
 def on_ray(spec: Run, out: Path, address: str) -> None:

@@ -83,4 +83,4 @@ def _quiet(logger: str) -> Iterator[None]:
 
 
 def _missing(what: str, extra: str, package: str) -> ValueError:
-    return ValueError(f"{what} needs {package}, which is not installed: pip install 'laprox-llamacpp[{extra}]'")
+    return ValueError(f"{what} needs {package}, which is not installed: pip install '.[{extra}]' in a clone")

@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLoc
 
 from .cells import FULL
 from .records import Sample
-from .stats import ALL_KINDS, DIVERGENCE, Experiment, Key, Mean
+from .stats import ALL_KINDS, COSTS, DIVERGENCE, LABELS, NLL, Experiment, Key, Mean
 
 # Okabe and Ito; black is the full cache's
 _COLORS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#777777")
@@ -38,16 +38,7 @@ _STYLE = {
     "svg.hashsalt": "laprox",
     "svg.fonttype": "none",  # text stays text: smaller than outlines, and it can be searched
 }
-COSTS = ("kv_bytes", "rows", "score_ms", "plan_ms")
 SHARES = ("score", "top1", "seen", "unseen")
-LABELS = {
-    "kl": "KL divergence from the full cache (nats)",
-    "nll": "negative log-likelihood (nats)",
-    "cosine": "cosine to the full cache's attention outputs",
-    "top1": "top token as the full cache's",
-    "seen": "question that the window saw",
-    "unseen": "questions that it did not see",
-}
 # inches: A4 between its margins, so that no figure is shrunk in print and a point of text stays a point
 _WIDTH, _HEIGHT = 7.5, 9.8
 _SMALL = 7.2  # points: the smallest text
@@ -280,13 +271,14 @@ def _budget_axis(axis: Any, experiment: Experiment) -> None:
     axis.xaxis.set_major_locator(FixedLocator(list(shares)))
     axis.xaxis.set_major_formatter(FixedFormatter(list(shares.values())))
     axis.xaxis.set_minor_locator(NullLocator())
-    axis.set_xlabel("budget: rows kept of the prompt")
+    axis.set_xlabel("budget, of the prompt")
 
 
 def _value_axis(axis: Any, experiment: Experiment, metric: str, log: bool) -> None:
     """Label and range: metrics that are shares get all of 0 to 1, so that panels compare."""
-    if metric == experiment.metric and axis.get_subplotspec().is_first_col():
-        axis.set_ylabel(f"{metric} ({'higher' if experiment.higher else 'lower'} is better)")
+    if metric != experiment.metric or axis.get_subplotspec().is_first_col():
+        higher = experiment.higher if metric == experiment.metric else metric != NLL
+        axis.set_ylabel(f"{metric} ({'higher' if higher else 'lower'} is better)")
     if log:
         axis.set_yscale("log")
     elif metric in SHARES:

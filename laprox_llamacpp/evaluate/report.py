@@ -42,15 +42,15 @@ def write(root: Path, out: Path) -> Path:
     try:
         from . import plots
     except ImportError as e:
-        raise ImportError("a report needs matplotlib, which is not installed: pip install laprox-llamacpp[eval]") from e
+        raise ImportError("a report needs matplotlib, which is not installed: pip install matplotlib") from e
     benches, unread = bench_report.read(root)
     experiments: list[Experiment] = []
     try:
         experiments, more = read(root)
         unread += more
-    except ValueError:
+    except ValueError as e:
         if not benches:
-            raise
+            raise ValueError("; ".join([str(e), *unread[:1]])) from e
     out.mkdir(parents=True, exist_ok=True)
     methods = [m for e in experiments for m in e.methods] + [m for b in benches for m in bench_report.methods(b)]
     looks = plots.Look.of(list(dict.fromkeys(methods)))

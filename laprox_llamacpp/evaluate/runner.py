@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import __version__, _native, gguf_check
 from .cells import FULL, Cell, grid
-from .records import RUN_FILE, makes, read, read_head, sample_files, width
+from .records import RUN_FILE, SAMPLES, makes, read, read_head, sample_files, width
 from .session import Session
 from .task import Task
 
@@ -154,7 +154,7 @@ def run(spec: Run, out: Path, on_sample: Callable[[int, int], None] = lambda don
     spec.task.check()
     spec.n_ctx  # noqa: B018 - samples that do not fit are told before anything is written
     setup, made = spec.setup(), spec.made()
-    out.mkdir(parents=True, exist_ok=True)
+    _make(out)
     new = _claim(out, setup, made)
     file = out / spec.samples_file
     with file.open("a", encoding="utf-8") as f, _alone(f, file), _given_back(file, new):
@@ -189,13 +189,28 @@ def _is_of(spec: Run, record: dict[str, Any]) -> bool:
 
 @contextmanager
 def _alone(f: TextIO, file: Path) -> Iterator[None]:
-    """Nobody else writes these samples meanwhile; ValueError when somebody does. The lock goes with the process."""
+    """Nobody else writes these samples meanwhile; ValueError when somebody does, or when a run with another number of
+    shards is at work, whose samples are the same. The lock goes with the process.
+    """
+    _lock(f, file)
+    for other in file.parent.glob(SAMPLES):
+        if _n_shards(other) != _n_shards(file):
+            with other.open("a", encoding="utf-8") as opened:
+                _lock(opened, other)
+    yield
+
+
+def _lock(f: TextIO, file: Path) -> None:
     if fcntl is not None:
         try:
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as e:
             raise ValueError(f"another eval is writing to {file}; wait for it, or choose another --out") from e
-    yield
+
+
+def _n_shards(file: Path) -> str:
+    """ "" for a run that is not split."""
+    return file.stem.partition("-of-")[2]
 
 
 @contextmanager
@@ -213,6 +228,7 @@ def _given_back(file: Path, new: bool) -> Iterator[None]:
                 file.unlink()
                 if failed and new and not sample_files(file.parent):
                     (file.parent / RUN_FILE).unlink()
+                    file.parent.rmdir()  # an empty one
 
 
 def _measure(spec: Run, missing: Mapping[int, Sequence[str]]) -> Iterator[dict[str, Any]]:
@@ -252,12 +268,14 @@ def _measure_sample(
         sample = sample or spec.task.sample(on, index)
         on.prefill(sample.tokens)
         with on.under(None):
-            measured = {FULL: {**spec.task.measure(on, sample), **on.cost()}}
+            cost = on.cost()  # of the prompt: an answer makes a full cache grow, an evicted one has room
+            measured = {FULL: {**spec.task.measure(on, sample), **cost}}
         if kv_type not in kv_types:
             continue
         for cell in spec.cells:
             with on.under(cell):
-                measured[cell.name] = {**spec.task.measure(on, sample), **on.cost()}
+                cost = on.cost()
+                measured[cell.name] = {**spec.task.measure(on, sample), **cost}
         yield {
             "index": index,
             "kv_type": kv_type,
@@ -268,6 +286,13 @@ def _measure_sample(
             "info": sample.info,
             "cells": measured,
         }
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise ValueError(f"{folder} cannot be made ({e.strerror}); choose another --out") from e
 
 
 def _claim(folder: Path, setup: dict[str, Any], made: dict[str, Any]) -> bool:
@@ -348,12 +373,14 @@ def merge(folders: Sequence[Path], out: Path) -> tuple[int, int]:
         for folder in every:
             for file in sample_files(folder):
                 if file.suffix != ".gz":
-                    stack.enter_context(_alone(stack.enter_context(file.open("a", encoding="utf-8")), file))
+                    _lock(stack.enter_context(file.open("a", encoding="utf-8")), file)
                 for record in read(file):
                     key = (record["kv_type"], record["index"])
                     _check_prompts(record, records.get(key, record), file)
                     records[key] = record
-        out.mkdir(parents=True, exist_ok=True)
+        if not records:
+            raise ValueError(f"{', '.join(map(str, folders))}: no finished sample, nothing to merge")
+        _make(out)
         write(out / RUN_FILE, json.dumps(head, indent=1) + "\n")
         write(out / "samples.jsonl", "".join(json.dumps(records[key]) + "\n" for key in sorted(records)))
         for file in sample_files(out):

@@ -23,6 +23,14 @@ NEEDS_FULL = ("needle", "ruler")
 LEAST_FULL = 0.2  # a model whose full cache scores less cannot do the task
 FEW = 10  # below this, a standard error is itself too uncertain to rank methods by
 LEVEL = 0.05  # a difference is clear when chance alone makes one as large less often than this
+LABELS = {
+    "kl": "KL divergence from the full cache (nats)",
+    "nll": "negative log-likelihood (nats)",
+    "cosine": "cosine to the full cache's attention outputs",
+    "top1": "top token as the full cache's",
+    "seen": "question that the window saw",
+    "unseen": "questions that it did not see",
+}
 _NAMED = 4  # cells that share a note, one by one
 # tasks that measure a distance from the widest full cache of the run
 AGAINST_FULL = ("continuation", "similarity")
@@ -265,8 +273,8 @@ class Experiment:
         """What a reader must know before the numbers: few samples, left out, unfinished, unreadable."""
         out = []
         if self.task in NEEDS_FULL and self.samples:
-            right = ", ".join(f"{len(self.counted(t))} of {len(self.of(t))} ({t})" for t in self.kv_types)
-            out.append(f"Full cache right on {right} samples; only those are averaged.")
+            right = ", ".join(f"{len(self.counted(t))} of {len(self.of(t))} samples ({t})" for t in self.kv_types)
+            out.append(f"Full cache right on {right}; only those are averaged.")
         elif self.higher and self.within(0, 1):
             for t in self.kv_types:
                 full = self.mean(Key(t, FULL, ""))
@@ -275,12 +283,21 @@ class Experiment:
                         f"The full cache ({t}) itself scores {full.mean:.2f}: what the model cannot do with all of its "
                         "cache says little about eviction."
                     )
-        counts = [len(self.counted(t, k)) for t in self.kv_types for k in self.kinds]
-        if counts and min(counts) < FEW:
+        counts = [self.mean(key, k).n for t in self.kv_types for k in self.kinds for key in self.keys(t)]
+        if counts and not any(counts):
+            out.append("Nothing to compare: take shorter prompts, longer answers, an easier kind or a larger model.")
+        elif counts and min(counts) < FEW:
             out.append(
-                f"As few as {min(counts)} samples behind a cell: too few to rank methods that are close; "
-                "the standard errors themselves are uncertain."
+                f"As few as {min(counts)} {'sample' if min(counts) == 1 else 'samples'} behind a cell: too few to rank "
+                "methods that are close; the standard errors themselves are uncertain."
             )
+        for t in self.kv_types:
+            prompts = [s.record["prompt_sha256"] for s in self.of(t) if "prompt_sha256" in s.record]
+            if len(set(prompts)) < len(prompts):
+                out.append(
+                    f"{len(prompts)} samples ({t}) have {len(set(prompts))} different prompts: take a longer text, "
+                    "the standard errors are too small."
+                )
         for seed in dict.fromkeys(s.id[0] for s in self.samples):
             setups = [f.setup for f in self.folders if seed_of(f) == seed]
             asked = {(t, i) for x in setups for t in x.get("kv_types", ()) for i in range(x.get("n_samples", 0))}
@@ -332,7 +349,7 @@ def read(root: Path) -> tuple[list[Experiment], list[str]]:
             unread.append(f"{file} could not be read as a run: {' '.join(str(e).split())}")
     if not folders:
         why = f" ({unread[0]})" if unread else ""
-        raise ValueError(f"{root} holds no run{why}, expected a folder that `laprox-llamacpp eval --out` made")
+        raise ValueError(f"{root} holds no run{why}, expected what `laprox-llamacpp eval` or `bench` wrote to --out")
     found = [Experiment(group) for group in _experiments(folders)]
     return sorted(found, key=lambda e: (e.task, e.model, _number(e.tokens), json.dumps(e.options))), unread
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from .cells import FULL
-from .stats import COSTS, DIVERGENCE, NLL, REFERENCE, Difference, Experiment, Key, Mean
+from .stats import COSTS, DIVERGENCE, LABELS, NLL, REFERENCE, Difference, Experiment, Key, Mean
 
 _MIB = 1 << 20
 _ARROWS = {"": "", "better": " ▲", "worse": " ▼"}
@@ -87,8 +87,9 @@ def _results(experiment: Experiment, metric: str) -> Table:
             for method in experiment.methods:
                 means = [mean(Key(t, method, b), kind) for b in budgets]
                 rows.append([t, kind, method, _counts(means), "", *(_mean(m, digits) for m in means)])
-    shown = "perplexity" if metric == NLL else metric
-    title = f"{shown} by budget ({'higher' if _higher(experiment, metric) else 'lower'} is better)"
+    shown = "perplexity" if metric == NLL else LABELS.get(metric, metric)
+    better = "higher" if _higher(experiment, metric) else "lower"
+    title = f"{shown[:1].upper()}{shown[1:]} by budget ({better} is better)"
     return Table(title, ["KV type", "kind", "method", "n", "all rows", *budgets], rows, 3)
 
 
@@ -103,7 +104,7 @@ def _differences(experiment: Experiment, against: str, metric: str) -> Table:
         told = [_told(row.get(b), digits, _higher(experiment, metric)) for b in budgets]
         rows.append([*labels, _counts([d.value for d in row.values()]), *(text for text, _ in told)])
         marks.append(["", "", "", "", *(mark for _, mark in told)])
-    title = f"Paired differences of {metric} to {'the full cache' if against == FULL else against}"
+    title = f"Paired differences of {LABELS.get(metric, metric)} to {'the full cache' if against == FULL else against}"
     head = ["KV type", "kind", "method", "n", *budgets]
     return Table(title, head, rows, 3, marks, short=against != FULL)
 
@@ -127,7 +128,7 @@ def _equal_bytes(experiment: Experiment) -> Table:
         ])  # fmt: skip
         marks.append([*[""] * 6, *(mark for _, mark in told)])
     head = ["KV cache", "method", "budget", f"bytes of {widest} full", "n", experiment.metric]
-    head += [f"less that of full {k.kv_type}" for k in full]
+    head += [f"minus full {k.kv_type}" for k in full]
     about = "Each on the same prompts: a quantised cache loses to what is better than it with no more bytes."
     return Table("At equal bytes: eviction, quantised caches, and both", head, rows, 3, marks, about=about)
 

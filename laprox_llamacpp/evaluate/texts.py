@@ -7,7 +7,6 @@ import inspect
 import random
 import re
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ..llama import Llama
 PYTHON, CODE = "python", "code"
 _MODULES = "argparse ast calendar configparser csv difflib doctest fractions heapq inspect logging pdb statistics"
 _GOLDEN = (5**0.5 - 1) / 2
+_WORD = re.compile(r"(?<=\s)\S")
 _SPACE = re.compile(r"(?<=[^ ]) ")  # a word keeps the further spaces before it
 
 
@@ -53,17 +53,17 @@ def shuffled(name: str, rng: random.Random, n_words: int) -> list[str]:
 
 
 def stretch(llm: Llama, name: str, seed: int, index: int, n_tokens: int) -> tuple[int, list[int]]:
-    """`n_tokens` tokens of the source from a paragraph on, and the number of that paragraph.
+    """`n_tokens` tokens of the source from a word on, and the character where that word begins.
 
     Whatever the number of samples, their starts are spread evenly over the text (multiples of the golden section, from
-    a random place on), so that they share as little of it as can be. Paragraphs keep their order, and the text begins
-    again after the last one. Raises ValueError when it is too short.
+    a random place on), so that they share as little of it as can be. The text begins again after its end. Raises
+    ValueError when it is too short.
     """
-    pool = source(name)
-    place = (random.Random(seed).random() + index * _GOLDEN) % 1 * sum(map(len, pool))
-    start = next((i for i, end in enumerate(accumulate(map(len, pool))) if place < end), 0)
-    text = "\n\n".join(pool[start:] + pool[:start])
-    tokens: list[int] = llm.tokenize(text.encode())[:n_tokens]
+    text = "\n\n".join(source(name))
+    place = int((random.Random(seed).random() + index * _GOLDEN) % 1 * len(text))
+    found = _WORD.search(text, place)
+    start = found.start() if found else 0
+    tokens: list[int] = llm.tokenize(f"{text[start:]}\n\n{text[:start]}".encode())[:n_tokens]
     if len(tokens) < n_tokens:
         raise ValueError(f"haystack {name!r} has {len(tokens)} tokens, expected at least {n_tokens}")
     return start, tokens

@@ -267,7 +267,8 @@ LLAMA_API int32_t laprox_get_kept(struct llama_context * ctx, uint32_t * n_kept,
 LLAMA_API int32_t laprox_get_stats(struct llama_context * ctx, struct laprox_stats * stats);
 
 // Page selection for every later ubatch of one token, the observation window excepted; NULL: off. The cache, full or
-// evicted to LAPROX_STORE_RAGGED, stays as it is. Not together with LAPROX_STORE_MASK, and not on a device.
+// evicted to LAPROX_STORE_RAGGED, stays as it is. Not together with LAPROX_STORE_MASK, not on a device, and not for models
+// with learned attention sinks.
 LLAMA_API int32_t laprox_set_pages(struct llama_context * ctx, const struct laprox_pages_params * params);
 
 // slow, order-exact CPU kernels, for tests that compare bits

@@ -153,7 +153,8 @@ def test_a_cache_that_ends_early(smol_path: Path) -> None:
         (["--kv-type", "q9"], "--kv-type 'q9' is unknown"),
         (["--rounds", "0"], "--rounds"),
         (["--model", "/no/such.gguf"], "/no/such.gguf"),
-        (["--model", __file__], "full cache, 2048 tokens: ValueError:"),
+        (["--model", __file__], "expected b'GGUF'"),
+        (["--tokens", "100,8192"], "8192 tokens and 24 more need a context of 8216, the model was trained for 8192"),
     ],
 )
 def test_errors_of_bench(capfd: pytest.CaptureFixture[str], args: list[str], says: str) -> None:

@@ -112,7 +112,7 @@ def test_without_lm_eval_the_error_names_the_extra(data: Path, monkeypatch: pyte
     with pytest.raises(ValueError) as error:
         Task.parse(f"longbench:data={data}:subset=trec")
     assert str(error.value) == (
-        "longbench needs lm_eval, which is not installed: pip install 'laprox-llamacpp[longbench]'"
+        "longbench needs lm_eval, which is not installed: pip install '.[longbench]' in a clone"
     )
 
 

@@ -38,7 +38,7 @@ def test_without_lm_eval_the_error_names_the_extra(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError) as error:
         Task.parse("ruler")
-    assert str(error.value) == "ruler needs lm_eval, which is not installed: pip install 'laprox-llamacpp[ruler]'"
+    assert str(error.value) == "ruler needs lm_eval, which is not installed: pip install '.[ruler]' in a clone"
 
 
 @pytest.mark.parametrize(

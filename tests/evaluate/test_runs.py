@@ -23,7 +23,7 @@ import pytest
 from common import HEADS, ONE, fails
 
 from laprox_llamacpp import _native, cli, gguf_check
-from laprox_llamacpp.evaluate import command, runner, stats, texts
+from laprox_llamacpp.evaluate import command, records, runner, stats, texts
 from laprox_llamacpp.evaluate.cells import grid
 from laprox_llamacpp.evaluate.records import read, read_folder
 from laprox_llamacpp.evaluate.runner import Run
@@ -234,6 +234,10 @@ def test_merge_refuses_other_runs_and_other_folders(unbroken: Path, tmp_path: Pa
     (other / "run.json").write_text(json.dumps(head))
     with pytest.raises(ValueError, match=r"other holds another run than .*\(model_sha256 differ\)"):
         runner.merge([unbroken, other], tmp_path / "out")
+    (other / "run.json").write_text((unbroken / "run.json").read_text())
+    (other / "samples.jsonl").write_text('{"torn')
+    with pytest.raises(ValueError, match="other: no finished sample, nothing to merge"):
+        runner.merge([other], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -243,7 +247,10 @@ def test_a_folder_that_is_written_to_is_refused(unbroken: Path, smol_path: Path)
     with file.open("a") as f:
         fcntl = pytest.importorskip("fcntl")
         fcntl.flock(f, fcntl.LOCK_EX)
-        for write in (lambda: runner.run(spec(smol_path), unbroken), lambda: runner.merge([unbroken], unbroken)):
+        for write in (
+            lambda: runner.run(spec(smol_path), unbroken), lambda: runner.merge([unbroken], unbroken),
+            lambda: runner.run(spec(smol_path, shard=(1, 2)), unbroken),  # its samples are among those
+        ):  # fmt: skip
             with pytest.raises(ValueError, match="another eval is writing"):
                 write()
     assert file.read_bytes() == before
@@ -316,7 +323,8 @@ def test_a_run_that_fails_before_its_first_record_leaves_nothing(smol_path: Path
     run = spec(smol_path, task=Task.parse(f"continuation:haystack={text}"))
     with pytest.raises(ValueError, match="expected at least 2304"):
         runner.run(run, out)
-    assert not list(out.iterdir())
+    assert not out.exists()
+    out.mkdir()
     out.joinpath("samples-1-of-2.jsonl").write_text("")  # another shard has begun
     with pytest.raises(ValueError, match="expected at least 2304"):
         runner.run(replace(run, shard=(0, 2)), out)
@@ -445,8 +453,8 @@ def test_how_a_run_went_on_is_told(
     assert (head["made"], head["resumed"]) == (made, heads["a"]()["resumed"])
     assert head["merged"] == heads["b"]()["resumed"]  # both began as the same run
     runner.merge([tmp_path / "b"], tmp_path / "c")
-    assert json.loads(json.dumps(sorted(map(str, runner._makes(heads["c"]()))))) == sorted(
-        map(str, runner._makes(head))
+    assert json.loads(json.dumps(sorted(map(str, records.makes(heads["c"]()))))) == sorted(
+        map(str, records.makes(head))
     )
 
 
@@ -518,6 +526,10 @@ def test_short_haystacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     file.write_text("one line\n\nand another")
     err = fails(capsys, "eval", f"continuation:haystack={file}", "--out", out, "--threads", "1")
     assert re.search(r"short\.txt' has \d tokens, expected at least 2304", err)
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "file").touch()
+    err = fails(capsys, "eval", "needle", "--out", str(tmp_path / "file" / "out"))
+    assert "cannot be made (Not a directory); choose another --out" in err
 
 
 @pytest.mark.parametrize("head", ["{}", "{", "5", '{"setup": {}}', '{"setup": 5}', "\0"])

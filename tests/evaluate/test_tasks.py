@@ -41,11 +41,21 @@ def test_longest_prompt(session: Session) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("n", [10, 20])
 def test_stretches_are_spread_over_the_text(session: Session, seed: int, n: int) -> None:
-    pool = texts.source("code")
-    at = np.cumsum([0, *map(len, pool)]) / sum(map(len, pool))
-    starts = sorted(at[texts.stretch(session, "code", seed, index, 64)[0]] for index in range(n))
+    text = "\n\n".join(texts.source("code"))
+    found = [texts.stretch(session, "code", seed, index, 64) for index in range(n)]
+    for start, tokens in found:
+        assert text[start - 1].isspace() and not text[start].isspace()
+        assert text[start:].startswith(session.detokenize(tokens[:32]).decode().strip())
+    starts = sorted(start / len(text) for start, _ in found)
     gaps = np.diff([*starts, starts[0] + 1])
     assert gaps.min() > 0.3 / n and gaps.max() < 2 / n  # at random: the least of 20 is 0.05 / n on average
+
+
+def test_stretches_of_one_long_paragraph_differ(session: Session, tmp_path: Path) -> None:
+    file = tmp_path / "mixed ünï.txt"
+    file.write_text("A heading.\n\n" + " ".join(f"word{i}" for i in range(1500)), encoding="utf-8")
+    found = [texts.stretch(session, str(file), 0, index, 200) for index in range(10)]
+    assert len({start for start, _ in found}) == len({tuple(tokens) for _, tokens in found}) == 10
 
 
 def test_spaces_of_a_haystack_stay(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ class Continuation(Task):
         return self.tokens + self.n
 
     def sample(self, session: Session, index: int) -> Sample:
-        """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
+        """A stretch of the text, its own as far as the text reaches."""
         start, tokens = stretch(session, self.haystack, self.seed, index, self.tokens + self.n)
         after = tokens[self.tokens :]
         info = {"start": start, "after": session.detokenize(after).decode("utf-8", errors="replace")}

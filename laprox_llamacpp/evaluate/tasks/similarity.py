@@ -54,7 +54,7 @@ class Similarity(Task):
         return self.tokens + self.n
 
     def sample(self, session: Session, index: int) -> Sample:
-        """A stretch of the text, its own as far as the text reaches; paragraphs keep their order."""
+        """A stretch of the text, its own as far as the text reaches."""
         start, tokens = stretch(session, self.haystack, self.seed, index, self.tokens)
         return Sample(index, tokens, {"start": start, "layers": [il for il, _ in session._layers]})
 
