@@ -33,7 +33,8 @@ import numpy.typing as npt
 from laprox_llamacpp import models
 from laprox_llamacpp.budget import Budget
 from laprox_llamacpp.evaluate.cells import FULL, Cell
-from laprox_llamacpp.evaluate.runner import machine, read, sha256
+from laprox_llamacpp.evaluate.records import read_objects
+from laprox_llamacpp.evaluate.runner import machine, sha256
 from laprox_llamacpp.evaluate.session import Session
 from laprox_llamacpp.evaluate.stats import Mean
 from laprox_llamacpp.evaluate.task import Sample, Task
@@ -349,7 +350,7 @@ def notes(records: Sequence[Mapping[str, Any]]) -> str:
 
 def resume(file: Path, setup: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Records that `file` holds already; begins it when there are none. Raises ValueError for another run's file."""
-    found = read(file)
+    found = read_objects(file)
     if not found:
         made = {**machine(), **{name: version(name) for name in PACKAGES}}
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from laprox_llamacpp.evaluate.runner import read
+from laprox_llamacpp.evaluate.records import read_objects
 from laprox_llamacpp.evaluate.session import Session
 from laprox_llamacpp.evaluate.task import Task
 from laprox_llamacpp.parts.alloc import Alloc
@@ -115,7 +115,7 @@ def test_a_stopped_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(script, "version", lambda package: "1.2")
     file, setup = tmp_path / "new" / "out.jsonl", {"budgets": ("0.1",)}
     assert script.resume(file, setup) == []
-    assert read(file)[0]["made"]["kvpress"] == "1.2"
+    assert read_objects(file)[0]["made"]["kvpress"] == "1.2"
     with file.open("a") as f:
         f.write('{"index": 0}\n{"ind')
     assert script.resume(file, setup) == [{"index": 0}]
@@ -163,7 +163,7 @@ def test_a_sample_is_answered_alike(
     out = tmp_path / "out.jsonl"
     call(monkeypatch, "--f32", "--samples", "1", "--tokens", "512", "--budgets", "0.2", "--out", str(out))
     assert "equally many in every cell" in capsys.readouterr().out
-    cells = read(out)[1]["cells"]
+    cells = read_objects(out)[1]["cells"]
     assert len(cells) == 6
     for name, cell in cells.items():
         texts = {side: cell[side]["text"] for side in ("ours", "kvpress")}

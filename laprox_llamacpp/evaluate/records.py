@@ -6,7 +6,7 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,13 +95,22 @@ def read(file: Path) -> list[dict[str, Any]]:
 
     Raises ValueError for another line that is no record.
     """
-    records = []
+    return _read(file, _record)
+
+
+def read_objects(file: Path) -> list[dict[str, Any]]:
+    """The same of a file whose lines are any objects."""
+    return _read(file, _object)
+
+
+def _read(file: Path, parsed: Callable[[bytes], dict[str, Any]]) -> list[dict[str, Any]]:
+    out = []
     for i, line in enumerate(_lines(file) if file.exists() else [], 1):
         try:
-            records.append(_record(line))
+            out.append(parsed(line))
         except ValueError as e:
             raise ValueError(f"line {i} of {file} is no record ({e}); remove that line to measure it again") from e
-    return records
+    return out
 
 
 def _lines(file: Path) -> list[bytes]:
@@ -114,10 +123,15 @@ def _lines(file: Path) -> list[bytes]:
     return text.split(b"\n")[:-1]
 
 
-def _record(line: bytes) -> dict[str, Any]:
-    record = json.loads(line)
-    if not isinstance(record, dict):
+def _object(line: bytes) -> dict[str, Any]:
+    found = json.loads(line)
+    if not isinstance(found, dict):
         raise ValueError("expected an object")
+    return found
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    record = _object(line)
     for key, kind in (("kv_type", str), ("index", int), ("cells", dict)):
         if not isinstance(record.get(key), kind):
             raise ValueError(f"its {key} is {record.get(key)!r}")
