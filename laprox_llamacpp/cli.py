@@ -209,7 +209,10 @@ def eval_(
     """
     from .evaluate import command
 
-    command.evaluate(task, model, methods, budgets, kv_types, samples, shard, threads, gpu_layers, out, ray_address)
+    means = command.evaluate(
+        task, model, methods, budgets, kv_types, samples, shard, threads, gpu_layers, out, ray_address
+    )
+    click.echo(means)
 
 
 @cli.command()

@@ -14,8 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .. import models
 from .._types import NAMES
 from . import bench as bench_
-from .records import SAMPLES
+from . import markdown, tables
+from .records import RUN_FILE, SAMPLES, read_folder
 from .runner import Run, run
+from .stats import Experiment
 from .task import Task
 
 _SHARD = re.compile(r"(\d+)/(\d+)")
@@ -25,8 +27,8 @@ _WEEK = 7 * 24 * 3600  # seconds; a sample may take hours, and the time left is 
 def evaluate(
     task: str, model: str, methods: str, budgets: str, kv_types: str, samples: int, shard: str, threads: int | None,
     gpu_layers: int, out: Path, ray_address: str | None = None,
-) -> None:  # fmt: skip
-    """Arguments as the options of the command. Raises ValueError with one line for a bad one."""
+) -> str:  # fmt: skip
+    """The means. Arguments as the options of the command. Raises ValueError with one line for a bad one."""
     types = list(dict.fromkeys(map(_kv_type, _listed(kv_types))))
     if not types:
         raise ValueError(f"--kv-type is empty, expected one of {', '.join(NAMES)}")
@@ -46,7 +48,7 @@ def evaluate(
         if spec.shard[0]:
             raise ValueError(f"--shard is {shard!r}, expected 0/{m[2]} with --ray, which sends all {m[2]} shards")
         on_ray(spec, out, ray_address)
-        return
+        return means(out)
     console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -63,6 +65,15 @@ def evaluate(
 
         records = run(spec, out, on_sample)
     console.print(f"{len(records)} samples in {out}; to look at them: laprox-llamacpp report {out}", markup=False)
+    return means(out)
+
+
+def means(out: Path) -> str:
+    """What is in a run folder: the notes and the first table of its report."""
+    experiment = Experiment([read_folder(out / RUN_FILE)])
+    found = tables.tables(experiment)[:1]
+    shown = [f"{found[0].title}\n\n{markdown.table(found[0].head, found[0].rows)}"] if found else []
+    return "\n\n".join([*experiment.notes(), *shown])
 
 
 def on_ray(spec: Run, out: Path, address: str) -> None:

@@ -581,6 +581,7 @@ def test_progress_tells_the_time_left_of_long_samples(
         return []
 
     monkeypatch.setattr(command, "run", run)
+    monkeypatch.setattr(command, "means", lambda out: "")
     assert cli.main(["eval", TEXT, "--model", str(smol_path), "--methods", "full", "--out", str(tmp_path)]) == 0
     assert [line.split(" samples")[1] for line in capsys.readouterr().err.splitlines()[:3]] == [
         "", ", 0 s left", ", 0 s left"
@@ -613,9 +614,10 @@ def test_eval_on_ray(
     monkeypatch.setitem(sys.modules, "ray", ray)
     assert "--shard is '1/2', expected 0/2 with --ray" in fails(capsys, *args, "--shard", "1/2")
     assert cli.main(args) == 0
-    assert capsys.readouterr().err == (
-        f"2 shards on Ray: each sample that is done is a line of {tmp_path / 'samples*.jsonl'}\n"
-    )
+    told, err = capsys.readouterr()
+    assert err == f"2 shards on Ray: each sample that is done is a line of {tmp_path / 'samples*.jsonl'}\n"
+    assert "KL divergence from the full cache (nats) by budget (lower is better)" in told
+    assert told.splitlines()[-1].startswith("| full cache | 2 | 0.00 ± 0.00")
     assert calls == [{"address": "head:6379", "ignore_reinit_error": True}, {"num_cpus": 1}]
     shards = [read(tmp_path / f"samples-{i}-of-2.jsonl") for i in range(2)]
     assert [[r["index"] for r in shard] for shard in shards] == [[0], [1]]
