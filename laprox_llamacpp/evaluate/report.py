@@ -15,6 +15,7 @@ from . import bench_report, markdown, tables
 from .cells import FULL
 from .page import note, page, table
 from .stats import NEEDS_FULL, REFERENCE, Experiment, read
+from .tables import Table
 
 if TYPE_CHECKING:
     from .plots import Look, Plot
@@ -58,14 +59,15 @@ def write(root: Path, out: Path) -> Path:
     bench_names = [f"bench-{i}-{_slug(str(b['model']))}" for i, b in enumerate(benches, 1)]
     contents = _contents([*titles, *map(bench_report.title, benches)], [*names, *bench_names])
     body = ["<h1>KV cache eviction</h1>", f'<p class="quiet">{escape(_READ)}</p>', *map(note, unread), contents]
-    for experiment, name, title in zip(experiments, names, titles):
-        body.append(_section(experiment, name, title, looks, out))
+    shown = [tables.tables(e) if e.metric in e.metrics() else [] for e in experiments]
+    for experiment, name, title, found in zip(experiments, names, titles, shown):
+        body.append(_section(experiment, name, title, found, looks, out))
     for family in _families(experiments):
         body += _lengths(family, names[experiments.index(family[0])], out)
     for result, name in zip(benches, bench_names):
         body.append(_bench(result, name, looks, out))
     _write_csv(out, experiments, benches)
-    (out / TABLES).write_text(_markdown(experiments, names, titles, benches), encoding="utf-8")
+    (out / TABLES).write_text(_markdown(experiments, names, titles, shown, benches), encoding="utf-8")
     file = out / PAGE
     file.write_text(page("KV cache eviction: report", "\n".join(body)), encoding="utf-8")
     return file
@@ -79,7 +81,9 @@ def _contents(titles: Sequence[str], names: Sequence[str]) -> str:
     return f"<ul>{links}</ul>"
 
 
-def _section(experiment: Experiment, name: str, title: str, looks: dict[str, Look], out: Path) -> str:
+def _section(
+    experiment: Experiment, name: str, title: str, found: Sequence[Table], looks: dict[str, Look], out: Path
+) -> str:
     from .plots import plots
 
     body = [f'<h2 id="{name}">{escape(title)}</h2>']
@@ -91,7 +95,7 @@ def _section(experiment: Experiment, name: str, title: str, looks: dict[str, Loo
     if experiment.task in NEEDS_FULL:
         body += _left_out(experiment)
     body += [_figure(plot, f"{name}-{plot.name}", out) for plot in plots(experiment, looks)]
-    for shown in tables.tables(experiment):
+    for shown in found:
         body += [f"<h3>{escape(shown.title)}</h3>", table(shown.head, shown.rows, shown.n_words, shown.marks)]
         body += [f'<p class="quiet">{escape(shown.about)}</p>'] if shown.about else []
     body.append(_made(experiment))
@@ -110,15 +114,19 @@ def _options(experiment: Experiment) -> str:
 
 
 def _markdown(
-    experiments: Sequence[Experiment], names: Sequence[str], titles: Sequence[str], benches: Sequence[dict[str, Any]]
+    experiments: Sequence[Experiment],
+    names: Sequence[str],
+    titles: Sequence[str],
+    shown: Sequence[Sequence[Table]],
+    benches: Sequence[dict[str, Any]],
 ) -> str:
     """The tables of the page, to be read where HTML is not."""
     body = ["# Tables", _READ]
-    for e, name, title in zip(experiments, names, titles):
+    for e, name, title, found in zip(experiments, names, titles, shown):
         body += [f"## {title}", f"`{name}`: {_options(e)}", *e.notes()]
-        for shown in tables.tables(e) if e.metric in e.metrics() else ():
-            if shown.short:
-                body += [f"**{shown.title}**", markdown.table(shown.head, shown.rows)]
+        for one in found:
+            if one.short:
+                body += [f"**{one.title}**", markdown.table(one.head, one.rows)]
     for result in benches:
         body += [f"## {bench_report.title(result)}", markdown.table(*bench_report.table(result))]
     return "\n\n".join(body) + "\n"

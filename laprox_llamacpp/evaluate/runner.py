@@ -71,7 +71,7 @@ class Run:
 
     @property
     def n_ctx(self) -> int:
-        """Of the sessions, in tokens: with room as far as the model goes.
+        """Context of each KV type, in tokens: what the samples need, and room as far as the model goes.
 
         Raises ValueError when the samples need more than the model was trained for.
         """

@@ -20,3 +20,14 @@ def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     *progress, line = err.splitlines()
     assert out == "" and line.startswith("laprox-llamacpp: ") and all(p.endswith(" samples") for p in progress)
     return line
+
+
+class Says:
+    """Stands for a session: gives one answer, and notes how it was asked for."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def answer(self, max_tokens: int, stop: list[str]) -> str:
+        self.asked = (max_tokens, stop)
+        return self.text

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from common import Says
 
 from laprox_llamacpp import Llama
 from laprox_llamacpp.evaluate.runner import Run, run
@@ -270,17 +271,6 @@ def test_a_cut_prompt_is_wrapped_after_the_cut(data: Path, lm_evals: Any, sessio
         kept = session.detokenize(tokens[:50]).decode() + session.detokenize(tokens[-50:]).decode()
         expected = CHATML.format(kept) if subset == "hotpotqa" else kept
         assert session.detokenize(sample.tokens, special=True).decode() == expected
-
-
-class Says:
-    """Stands for a session: gives one answer, and notes how it was asked for."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def answer(self, max_tokens: int, stop: list[str]) -> str:
-        self.asked = (max_tokens, stop)
-        return self.text
 
 
 @pytest.mark.slow

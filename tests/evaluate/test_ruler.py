@@ -12,23 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from common import Says
 
 from laprox_llamacpp.evaluate.session import Session
 from laprox_llamacpp.evaluate.task import Task
 from laprox_llamacpp.evaluate.tasks import ruler
 
 LIMITS = {"vt": 30, "cwe": 120, "fwe": 50, "qa_squad": 32, "qa_hotpot": 32}  # RULER's; 128 for needles
-
-
-class Says:
-    """Stands for a session: gives one answer, and notes how it was asked for."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def answer(self, max_tokens: int, stop: list[str]) -> str:
-        self.asked = (max_tokens, stop)
-        return self.text
 
 
 # ---- without lm-eval
