@@ -8,10 +8,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import folders
 import numpy as np
 import pytest
-import test_report
-from test_report import BUDGETS, METHODS, folder, one
+from folders import BUDGETS, METHODS, folder, one
 
 from laprox_llamacpp.evaluate import stats
 from laprox_llamacpp.evaluate.stats import Key
@@ -40,7 +40,7 @@ def every(root: Path) -> list[Any]:
 
 def many(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The same of as many methods as the results have, with names as long."""
-    monkeypatch.setattr(test_report, "METHODS", MANY)
+    monkeypatch.setattr(folders, "METHODS", MANY)
     folder(root, kv_types=("f16", "q4_0"), n=4)
     folder(root, "long", n=8, tokens=512)
     return [p for p in every(root) if "q4_0" not in p.name]
@@ -126,7 +126,7 @@ def test_cells_tell_unmeasured_from_unsolved_and_few_samples(tmp_path: Path) -> 
 
 
 def test_methods_side_by_side_stay_near_their_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_report, "METHODS", MANY)
+    monkeypatch.setattr(folders, "METHODS", MANY)
     folder(tmp_path)
     e = one(tmp_path)
     looks = plots.Look.of(e.methods)
@@ -173,7 +173,7 @@ def test_figures_fit_a_page_and_keep_their_letters_apart(tmp_path: Path, monkeyp
 def test_a_long_legend_takes_nothing_from_the_panels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heights = []
     for name, methods in (("few", METHODS), ("many", MANY)):
-        monkeypatch.setattr(test_report, "METHODS", methods)
+        monkeypatch.setattr(folders, "METHODS", methods)
         folder(tmp_path / name)
         e = one(tmp_path / name)
         figure = plots.by_budget(e, "f16", plots.Look.of(e.methods)).figure
@@ -205,7 +205,7 @@ def test_figures_are_the_same_each_time(tmp_path: Path) -> None:
 
 
 def test_many_methods_make_no_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_report, "METHODS", MANY)
+    monkeypatch.setattr(folders, "METHODS", MANY)
     folder(tmp_path)
     e = one(tmp_path)
     plot = plots.by_budget(e, "f16", plots.Look.of(e.methods))
