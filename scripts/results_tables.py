@@ -79,9 +79,12 @@ TEXT = [
     for c in _plain(name, ["smol-2k", "smol-4k", "qwen-2k", "qwen-4k"])
 ]
 QUESTIONS = [
-    *(Column("questions-qwen-2k", f"2K {name}", metric=m) for m, name in (("seen", "seen"), ("unseen", "unseen"))),
-    Column("questions-blind-qwen-2k", "2K none seen"),
-    *(Column("questions-qwen-4k", f"4K {name}", metric=m) for m, name in (("seen", "seen"), ("unseen", "unseen"))),
+    column
+    for c in _plain("questions", ["smol-2k", "qwen-2k", "qwen-4k"])
+    for column in (
+        *(Column(c.part, f"{c.head} {which}", metric=which) for which in ("seen", "unseen")),
+        Column(c.part.replace("questions", "questions-blind"), f"{c.head} none seen", metric="score"),
+    )
 ]
 SECTIONS = (
     Section(
@@ -110,7 +113,7 @@ SECTIONS = (
     ),
     Section(
         "Several questions on one evicted context",
-        "Qwen. Five facts, five questions as turns of one chat, in two orders. *seen*: the question at the end of the "
+        "Five facts, five questions as turns of one chat, in two orders. *seen*: the question at the end of the "
         "prompt, when the cache was evicted; *unseen*: the others; *none seen*: evicted before any question. The share "
         "answered right.",
         QUESTIONS,
