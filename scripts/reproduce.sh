@@ -65,7 +65,7 @@ rival-smol-2k           $SMOL 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:$S
 rival-qwen-2k           $QWEN 40 $RIVAL $BUDGETS f16,q8_0,q4_0 needle:$SINGLE:max_tokens=16:seed=2
 rival-text-smol-2k      $SMOL 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
 rival-text-qwen-2k      $QWEN 20 $RIVAL $BUDGETS f16,q8_0,q4_0 continuation:n=128:seed=2
-bench-smol              $SMOL 5  $RIVAL,streaming 0.05,0.2 f16 bench:2048,4096,8192
+bench-smol              $SMOL 5  $RIVAL,streaming 0.05,0.2 f16 bench:2048,4096,8000
 bench-qwen              $QWEN 5  $RIVAL,streaming 0.05,0.2 f16 bench:2048,4096
 EOF
 }

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from laprox_llamacpp.evaluate import stats
+from laprox_llamacpp.evaluate import bench_report, markdown, stats
 from laprox_llamacpp.evaluate.cells import FULL
 from laprox_llamacpp.evaluate.stats import ALL_KINDS, Experiment, Key, Mean
 
@@ -163,19 +163,20 @@ def _lines(results: Results) -> Iterator[str]:
         yield from ("", f"## {section.title}", "", _prose(section.about))
         for budget in section.budgets:
             yield from ("", f"**At {_percent(budget)}**", "")
-            yield from _at(columns, budget, section.digits)
+            yield _at(columns, budget, section.digits)
     for name, title, about, digits in ACROSS:
         e = results.part(name)
         if e is not None:
             head = [_percent(b) for b in e.budgets]
             rows = [[f"`{m}`", *(_mean(e.mean(Key("f16", m, b)), digits) for b in e.budgets)] for m in e.methods]
             about = f"{about} n = {len(e.counted('f16'))}."
-            yield from ("", f"## {title}", "", _prose(about), "", *_table("method", head, rows))
+            yield from ("", f"## {title}", "", _prose(about), "", markdown.table(["method", *head], rows))
     yield from _equal_bytes(results)
+    yield from _benchmarks(results)
     yield from _order(results)
 
 
-def _at(columns: Sequence[tuple[Column, Experiment]], budget: str, digits: int) -> Iterator[str]:
+def _at(columns: Sequence[tuple[Column, Experiment]], budget: str, digits: int) -> str:
     methods = dict.fromkeys(m for _, e in columns for m in e.methods)
     counts = [e.mean(Key("f16", FULL, ""), c.kind, c.metric or None).n for c, e in columns]
     rows = [["n", *map(str, counts)]]
@@ -185,7 +186,7 @@ def _at(columns: Sequence[tuple[Column, Experiment]], budget: str, digits: int) 
     if any(c.metric for c, _ in columns):
         full = (e.mean(Key("f16", FULL, ""), c.kind, c.metric or None) for c, e in columns)
         rows.insert(1, ["full cache", *(_mean(m, digits) for m in full)])
-    return _table("method", [c.head for c, _ in columns], rows)
+    return markdown.table(["method", *(c.head for c, _ in columns)], rows)
 
 
 def _equal_bytes(results: Results) -> Iterator[str]:
@@ -207,7 +208,21 @@ def _equal_bytes(results: Results) -> Iterator[str]:
             for k in keys
         ]
         yield from ("", f"**{title}** (n = {len(e.counted(e.kv_types[0]))})", "")
-        yield from _table("cache", ["bytes", e.metric], rows)
+        yield markdown.table(["cache", "bytes", e.metric], rows)
+
+
+def _benchmarks(results: Results) -> Iterator[str]:
+    found, _ = bench_report.read(results.root)
+    if not found:
+        return
+    yield from ("", "## Speed and memory", "")
+    yield _prose(
+        "Medians over rounds in which a full cache, the evicted one, and the *limit*, a full cache of as many rows, "
+        "decode in turn; one process each. The speed-up and the share of the limit are medians of a round's ratios."
+    )
+    for result in found:
+        head, rows = bench_report.table(result)
+        yield from ("", f"**{bench_report.title(result)}**", "", markdown.table(head, rows))
 
 
 def _order(results: Results) -> Iterator[str]:
@@ -230,8 +245,7 @@ def _order(results: Results) -> Iterator[str]:
         "measured before this engine. Its SmolLM2 numbers are divided by 0.88, what its full cache finds; its 4K "
         "prompts have multi-value ones among them."
     )
-    yield ""
-    yield from _table("needles found", head, rows)
+    yield from ("", markdown.table(["needles found", *head], rows))
 
 
 def _prose(about: str) -> str:
@@ -247,12 +261,6 @@ def _mean(m: Mean, digits: int) -> str:
         return "–"
     error = f" ± {m.sem:.{digits}f}".replace("± 0.", "± .") if m.sem > 0 and not math.isnan(m.sem) else ""
     return f"{m.mean:.{digits}f}{error}"
-
-
-def _table(corner: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {corner} | {' | '.join(head)} |"
-    yield f"|---|{'---:|' * len(head)}"
-    yield from (f"| {' | '.join(row)} |" for row in rows)
 
 
 def main(root: Path) -> None:
