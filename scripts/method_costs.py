@@ -1,6 +1,6 @@
 """What each method costs: prefill, scores and plan on one prompt of a model, as ratios to the plain prefill.
 
-    python bench/methods.py --model smollm2-135m --n-prompt 2048 > methods.md
+    python scripts/method_costs.py --model smollm2-135m --n-prompt 2048 > methods.md
 
 The prompt is the haystack of the demo. Every method is run on a fresh cache, the plain prefill first and last.
 """
