@@ -117,7 +117,7 @@ SECTIONS = (
         "prompt, when the cache was evicted; *unseen*: the others; *none seen*: evicted before any question. The share "
         "answered right.",
         QUESTIONS,
-        ("0.1", "0.2", "0.5"),
+        ("0.05", "0.1", "0.2"),
     ),
 )
 ACROSS = (
