@@ -448,7 +448,7 @@ def test_an_answer_that_fills_the_context_is_returned(path: str, tokens: list[in
     bias = {plain.token_eos(): -100.0}
     lengths = []
     for one in (plain, evicting):
-        done = one.create_completion(tokens, max_tokens=None, temperature=0.0, logit_bias=bias)
+        done = one.create_completion((tokens * 3)[: n_ctx - 20], max_tokens=None, temperature=0.0, logit_bias=bias)
         assert done["choices"][0]["finish_reason"] == "length"
         lengths.append(done["usage"]["total_tokens"])
         one.close()
