@@ -80,14 +80,16 @@ class Look:
 
     @classmethod
     def of(cls, methods: Sequence[str]) -> dict[str, Look]:
-        """One for each method; the full cache is black. A colour that comes again has hollow markers, then filled."""
-        looks = {
-            m: cls(
-                _COLORS[i % len(_COLORS)], _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)],
-                i // len(_COLORS) % 2 == 1,
-            )
-            for i, m in enumerate(m for m in methods if m != FULL)
-        }  # fmt: skip
+        """One for each method; the full cache is black, and no other has the colour of the first.
+
+        The others' colours come again with hollow markers, then filled.
+        """
+        first, *others = _COLORS
+        looks: dict[str, Look] = {}
+        for i, m in enumerate(m for m in methods if m != FULL):
+            turn, at = divmod(i - 1, len(others))
+            color = others[at] if i else first
+            looks[m] = cls(color, _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)], turn % 2 == 1 if i else False)
         return {FULL: cls("#000000", "", (0, (4, 2))), **looks}
 
     @property
