@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_report import data, folder, made
+from folders import data, folder, made
 
 from laprox_llamacpp.evaluate import kept_page
 from laprox_llamacpp.evaluate.page import page

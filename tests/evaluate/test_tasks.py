@@ -38,9 +38,8 @@ def test_longest_prompt(session: Session) -> None:
         texts.longest(words, 3, build)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("n", [10, 20])
-def test_stretches_are_spread_over_the_text(session: Session, seed: int, n: int) -> None:
+@pytest.mark.parametrize(("n", "seed"), [(10, 0), (10, 1), (20, 2)])
+def test_stretches_are_spread_over_the_text(session: Session, n: int, seed: int) -> None:
     text = "\n\n".join(texts.source("code"))
     found = [texts.stretch(session, "code", seed, index, 64) for index in range(n)]
     for start, tokens in found:
