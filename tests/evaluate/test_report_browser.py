@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from folders import data, folder, made
+from folders import folder
+from test_kept import data, made
 
 from laprox_llamacpp.evaluate import kept_page
 from laprox_llamacpp.evaluate.page import page
