@@ -43,7 +43,11 @@ class Column:
     part: str
     head: str
     kind: str = ALL_KINDS
-    metric: str = ""
+    metric: str | None = None
+
+    def mean(self, experiment: Experiment, method: str, budget: str = "") -> Mean:
+        """Of a method on an F16 cache."""
+        return experiment.mean(Key("f16", method, budget), self.kind, self.metric)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ HARD += [
     for kind in ("reversed", "paraphrase")
 ]
 TEXT = [
-    Column(f"{c.part}", f"{c.head} {kind}")
+    Column(c.part, f"{c.head} {kind}")
     for kind, name in (("prose", "text"), ("code", "code"))
     for c in _plain(name, ["smol-2k", "smol-4k", "qwen-2k", "qwen-4k"])
 ]
@@ -178,14 +182,11 @@ def _lines(results: Results) -> Iterator[str]:
 
 def _at(columns: Sequence[tuple[Column, Experiment]], budget: str, digits: int) -> str:
     methods = dict.fromkeys(m for _, e in columns for m in e.methods)
-    counts = [e.mean(Key("f16", FULL, ""), c.kind, c.metric or None).n for c, e in columns]
-    rows = [["n", *map(str, counts)]]
-    for method in methods:
-        means = (e.mean(Key("f16", method, budget), c.kind, c.metric or None) for c, e in columns)
-        rows.append([f"`{method}`", *(_mean(m, digits) for m in means)])
+    full = [c.mean(e, FULL) for c, e in columns]
+    rows = [["n", *(str(m.n) for m in full)]]
     if any(c.metric for c, _ in columns):
-        full = (e.mean(Key("f16", FULL, ""), c.kind, c.metric or None) for c, e in columns)
-        rows.insert(1, ["full cache", *(_mean(m, digits) for m in full)])
+        rows.append(["full cache", *(_mean(m, digits) for m in full)])
+    rows += [[f"`{m}`", *(_mean(c.mean(e, m, budget), digits) for c, e in columns)] for m in methods]
     return markdown.table(["method", *(c.head for c, _ in columns)], rows)
 
 

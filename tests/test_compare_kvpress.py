@@ -5,14 +5,14 @@ The slow tests need kvpress: `pip install kvpress gguf`, then `python -m pytest 
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from script import load
 
 from laprox_llamacpp.evaluate.records import read_objects
 from laprox_llamacpp.evaluate.session import Session
@@ -22,17 +22,7 @@ from laprox_llamacpp.parts.alloc import Alloc
 ROOT = Path(__file__).resolve().parent.parent
 W = 32
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compare_kvpress", ROOT / "scripts" / "compare_kvpress.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare_kvpress"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-script = load()
+script = load("compare_kvpress")
 
 
 @pytest.mark.parametrize("n", [33, 100, 1023, 2048, 4095])

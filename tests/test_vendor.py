@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import io
 import os
 import re
 import subprocess
-import sys
 import tarfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from script import load
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,17 +29,7 @@ STOCK = {
 
 OLD = 1_000_000_000  # seconds: any time long ago
 
-
-def load_vendor() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vendor", ROOT / "scripts" / "vendor.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vendor"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-vendor = load_vendor()
+vendor = load("vendor")
 
 
 def tarball(path: Path, files: dict[str, str], links: dict[str, str] | None = None) -> str:

@@ -88,8 +88,8 @@ class Look:
         looks: dict[str, Look] = {}
         for i, m in enumerate(m for m in methods if m != FULL):
             turn, at = divmod(i - 1, len(others))
-            color = others[at] if i else first
-            looks[m] = cls(color, _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)], turn % 2 == 1 if i else False)
+            color, hollow = (others[at], turn % 2 == 1) if i else (first, False)
+            looks[m] = cls(color, _MARKERS[i % len(_MARKERS)], _DASHES[i % len(_DASHES)], hollow)
         return {FULL: cls("#000000", "", (0, (4, 2))), **looks}
 
     @property

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 import math
 import re
-import sys
+from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from script import load
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
 BUDGETS = {"2.5 %": "0.025", "5 %": "0.05", "10 %": "0.1", "20 %": "0.2", "50 %": "0.5"}
 
-
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("results_tables", ROOT / "scripts" / "results_tables.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["results_tables"] = module
-    spec.loader.exec_module(module)
-    return module
+script = load("results_tables")
 
 
-script = load()
-
-
+@cache
 def records(part: str) -> list[dict[str, Any]]:
     """Those whose full cache scores 1, for needles; all of any other task."""
     lines = gzip.decompress((RESULTS / part / "samples.jsonl.gz").read_bytes()).decode().splitlines()
