@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from script import load
 
 from laprox_llamacpp.stats import KVStats
 
@@ -27,11 +27,7 @@ TESTED = """Testing 1 devices
 def script() -> ModuleType:
     if not (ROOT / "scripts" / "gpu_check.py").exists():
         pytest.skip("no checkout: scripts/ is not installed")
-    spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "scripts" / "gpu_check.py")
-    assert spec and spec.loader
-    module = sys.modules["gpu_check"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("gpu_check")
 
 
 def program(folder: Path, text: str, status: int = 0) -> str:

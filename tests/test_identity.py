@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from lowlevel import NAMES, TESTS, Context, W, golden
+from script import load
 
 from laprox_llamacpp import Llama, _native
 
@@ -69,15 +68,6 @@ def test_budgets_that_keep_everything(smol_path: Path, n: int, budget: float) ->
 # ---- against an unpatched build
 
 
-def load_vendor() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vendor", TESTS.parent / "scripts" / "vendor.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["vendor"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def cpu_options() -> list[str]:
     """The options that give llama.cpp the CPU flags of our build."""
     info = _native.build_info()
@@ -101,7 +91,7 @@ def stock_lib(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs cmake on the path")
     options = cpu_options()
     base = tmp_path_factory.mktemp("stock")
-    vendor = load_vendor()
+    vendor = load("vendor")
     layout = vendor.default_layout()
     vendor.unpack(layout, vendor.get_sdist(layout), base / "src")
     for part in ("COMMON", "TESTS", "TOOLS", "EXAMPLES", "SERVER", "APP"):

@@ -71,8 +71,8 @@ def evaluate(
 def means(out: Path) -> str:
     """What is in a run folder: the notes and the first table of its report."""
     experiment = Experiment([read_folder(out / RUN_FILE)])
-    found = tables.tables(experiment)[:1]
-    shown = [f"{found[0].title}\n\n{markdown.table(found[0].head, found[0].rows)}"] if found else []
+    first = next(tables.tables(experiment), None)
+    shown = [f"{first.title}\n\n{markdown.table(first.head, first.rows)}"] if first else []
     return "\n\n".join([*experiment.notes(), *shown])
 
 

@@ -59,7 +59,7 @@ def write(root: Path, out: Path) -> Path:
     bench_names = [f"bench-{i}-{_slug(str(b['model']))}" for i, b in enumerate(benches, 1)]
     contents = _contents([*titles, *map(bench_report.title, benches)], [*names, *bench_names])
     body = ["<h1>KV cache eviction</h1>", f'<p class="quiet">{escape(_READ)}</p>', *map(note, unread), contents]
-    shown = [tables.tables(e) if e.metric in e.metrics() else [] for e in experiments]
+    shown = [list(tables.tables(e)) if e.metric in e.metrics() else [] for e in experiments]
     for experiment, name, title, found in zip(experiments, names, titles, shown):
         body.append(_section(experiment, name, title, found, looks, out))
     for family in _families(experiments):

@@ -45,9 +45,9 @@ class Table:
         return Table(self.title, head, rest[:n], self.n_words - lost, rest[n:], self.short, self.about)
 
 
-def tables(experiment: Experiment) -> list[Table]:
-    """All that there is to say about an experiment, what matters most first."""
-    return [t.narrow() for t in _all(experiment) if t.rows]
+def tables(experiment: Experiment) -> Iterator[Table]:
+    """All that there is to say about an experiment, what matters most first; each is made when it is asked for."""
+    return (t.narrow() for t in _all(experiment) if t.rows)
 
 
 def metrics(experiment: Experiment) -> list[str]:
