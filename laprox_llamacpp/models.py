@@ -235,9 +235,11 @@ def _download(requirement: str, folder: Path, on_bytes: Callable[[int], None]) -
 
 def _folder_bytes(folder: Path) -> int:
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total = max(total, path.stat().st_size)  # the wheel is the largest, and may lie there twice while copied
-        except FileNotFoundError:
-            continue  # pip cleans up as we look
+    for place, _, names in os.walk(folder):  # passes over a folder that pip removes as we look
+        for name in names:
+            try:
+                size = os.stat(os.path.join(place, name)).st_size
+            except FileNotFoundError:
+                continue
+            total = max(total, size)  # the wheel is the largest, and may lie there twice while copied
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -138,6 +139,30 @@ def test_pip_that_fails_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for pip")
+@pytest.mark.parametrize("gone", ["unpack", "unpack/half.whl"])
+def test_what_pip_removes_while_it_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: str) -> None:
+    (tmp_path / "unpack").mkdir()
+    (tmp_path / "unpack" / "half.whl").write_bytes(bytes(9))
+    (tmp_path / "a.whl").write_bytes(bytes(5))
+    scan, stat = os.scandir, os.stat
+
+    def removed(path: object) -> None:
+        if Path(str(path)) == tmp_path / gone:
+            shutil.rmtree(tmp_path / "unpack", ignore_errors=True)
+
+    def scandir(path: str) -> object:
+        removed(path)
+        return scan(path)
+
+    def stat_(path: str, **options: object) -> os.stat_result:
+        removed(path)
+        return stat(path, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, "stat", stat_)
+    assert models._folder_bytes(tmp_path) == 5
+
+
 def test_pip_is_called_without_dependencies_and_without_building(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
