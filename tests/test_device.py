@@ -36,8 +36,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build(tmp_path_factory.mktemp("guard")))
 
 
-def child(function: Callable[..., Any], *args: Any, deny: str = "", no_copy: str = "") -> Any:
-    return run_child(function, *args, env={**os.environ, "GUARD_DENY": deny, "GUARD_NO_COPY": no_copy})
+def child(function: Callable[..., Any], *args: Any, deny: str = "", no_copy: str = "", name: str = "") -> Any:
+    env = {**os.environ, "GUARD_DENY": deny, "GUARD_NO_COPY": no_copy, "GUARD_NAME": name}
+    return run_child(function, *args, env=env)
 
 
 # ---- what one context goes through
@@ -251,8 +252,9 @@ def short_story(path: str, guard: str, options: dict[str, Any]) -> dict[str, Any
         }
 
 
-def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
-    d, n_head, n_head_kv, n_embd, n_ff = 96, 4, 2, 32, 64
+def write_wide(path: Path, d: int) -> Path:
+    """One layer, two query heads per KV head, of width d."""
+    n_head, n_head_kv, n_embd, n_ff = 4, 2, 32, 64
     fields = {
         "feed_forward_length": n_ff,
         "attention.head_count": n_head,
@@ -267,9 +269,11 @@ def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
         "attn_v": (n_head_kv * d, n_embd), "attn_output": (n_embd, n_head * d), "ffn_norm": (n_embd,),
         "ffn_gate": (n_ff, n_embd), "ffn_up": (n_ff, n_embd), "ffn_down": (n_embd, n_ff),
     }  # fmt: skip
-    path = write_model(
-        tmp_path / "tiny.gguf", "llama", fields, {**EMBED, **{f"blk.0.{k}.weight": v for k, v in shapes.items()}}
-    )
+    return write_model(path, "llama", fields, {**EMBED, **{f"blk.0.{k}.weight": v for k, v in shapes.items()}})
+
+
+def test_rows_of_102_bytes(tmp_path: Path, guard: str) -> None:
+    path = write_wide(tmp_path / "tiny.gguf", 96)
     got = child(short_story, path, guard, {"n_gpu_layers": 99, "type_k": "q8_0"})
     want = child(short_story, path, "", {"attention_path": "ragged_op", "type_k": "q8_0"})
     assert (got["kept"], got["logits"]) == (want["kept"], want["logits"])
@@ -327,6 +331,14 @@ def test_the_package_with_layers_on_both(smol_path: Path, guard: str) -> None:
 def test_sums_over_every_query_say_what_ran(smol_path: Path, guard: str, deny: str, path: str) -> None:
     got = child(ask, smol_path, guard, 99, "h2o", deny=deny)
     assert got["paths"][0] == path and len(got["tokens"]) == 6
+
+
+def test_rpc_is_not_asked_for_our_ops(smol_path: Path, guard: str) -> None:
+    """It says yes to every op, whatever the other side knows."""
+    got = child(ask, smol_path, guard, 99, name="RPC")
+    assert (got["devices"], got["paths"]) == (["GUARD0"], ["composed", "per_head"])
+    cpu = child(ask, smol_path, "", 0)
+    assert got["tokens"] == cpu["tokens"]
 
 
 # ---- refusals
@@ -440,3 +452,18 @@ def failed_growth_reference(path: str, guard: str, n_more: int) -> dict[str, Any
 def test_refused_in_one_line(smol_path: Path, guard: str) -> None:
     for text, (_, _, why) in zip(child(refusals, smol_path, guard), REFUSALS):
         assert why in text and "\n" not in text and "offload_kqv=False" in text
+
+
+def refusal(path: str, guard: str) -> str:
+    Guard(guard)
+    with pytest.raises(RuntimeError) as e, Context(path, n_ctx=256, n_gpu_layers=99):
+        pass
+    return str(e.value)
+
+
+@pytest.mark.parametrize("d", [160, 192])
+def test_widths_that_flash_attention_lacks(tmp_path: Path, guard: str, d: int) -> None:
+    """The stand-in has those of ggml-cuda."""
+    text = child(refusal, write_wide(tmp_path / "tiny.gguf", d), guard)
+    assert f"does not run FLASH_ATTN_EXT for a f16/f16 cache with heads of {d}/{d}" in text
+    assert "\n" not in text and "offload_kqv=False" in text

@@ -4,6 +4,7 @@
 #include "llama-context.h"
 #include "llama-impl.h"
 
+#include <cstring>
 #include <stdexcept>
 
 // Where a layer's rows are, and what the device there computes. Rows never leave it: what needs them runs there, on
@@ -129,6 +130,17 @@ static bool laprox_computes(const ggml_tensor * node) {
     }
 }
 
+// RPC says yes to every op without asking the other side, which may be an llama.cpp that does not know ours
+bool laprox_supports(ggml_backend_dev_t dev, const ggml_tensor * node) {
+    const bool ours = node->op == GGML_OP_LAPROX_SCORE || node->op == GGML_OP_LAPROX_ATTN;
+
+    if (ours && strcmp(ggml_backend_reg_name(ggml_backend_dev_backend_reg(dev)), "RPC") == 0) {
+        return false;
+    }
+
+    return ggml_backend_dev_supports_op(dev, node);
+}
+
 void laprox_kv::compute(ggml_cgraph * gf, const laprox_layer * layer) {
     auto * sched = lctx->get_sched();
 
@@ -140,7 +152,7 @@ void laprox_kv::compute(ggml_cgraph * gf, const laprox_layer * layer) {
         if (!laprox_computes(node)) {
             continue;
         }
-        if (!ggml_backend_dev_supports_op(layer->dev, node)) {
+        if (!laprox_supports(layer->dev, node)) {
             laprox_throw(LAPROX_E_UNSUPPORTED, format("%s does not run %s, which this score needs; choose another score or offload_kqv=False", ggml_backend_dev_name(layer->dev), ggml_op_desc(node)));
         }
 
@@ -173,7 +185,7 @@ static std::string laprox_missing(ggml_backend_dev_t dev, F && build) {
     for (int i = 0; i < ggml_graph_n_nodes(gf); ++i) {
         const auto * node = ggml_graph_node(gf, i);
 
-        if (laprox_computes(node) && !ggml_backend_dev_supports_op(dev, node)) {
+        if (laprox_computes(node) && !laprox_supports(dev, node)) {
             return ggml_op_desc(node);
         }
     }

@@ -399,6 +399,9 @@ void laprox_trim(); // give freed memory back to the system
 
 uint32_t laprox_n_kept_max(const std::vector<laprox_layer> & layers);
 
+// whether a device runs an op that is one of ours or of ggml's
+bool laprox_supports(ggml_backend_dev_t dev, const ggml_tensor * node);
+
 // rows in device memory: whether their buffers copy from one to another, and the op that does it where they do not
 bool          laprox_copies_buffers(const ggml_tensor * rows);
 ggml_tensor * laprox_build_copy(ggml_context * ctx, ggml_type type, size_t n_bytes);

@@ -102,7 +102,7 @@ static int64_t laprox_n_run(const laprox_layer & layer, int32_t gqa) {
 bool laprox_kv::has_op(size_t ikv, const score_run & run) const {
     auto ctx = laprox_ctx(16);
 
-    return ggml_backend_dev_supports_op(layers[ikv].dev, build_score(ctx.get(), ikv, run, 0, laprox_n_run(layers[ikv], run.gqa)));
+    return laprox_supports(layers[ikv].dev, build_score(ctx.get(), ikv, run, 0, laprox_n_run(layers[ikv], run.gqa)));
 }
 
 std::vector<float> laprox_kv::run_score(size_t ikv, const score_run & run) {

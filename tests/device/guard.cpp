@@ -3,9 +3,10 @@
 // the graph to a CPU backend, so results are those of the CPU to the bit; it counts what crosses between host and device.
 //
 // GUARD_NO_COPY, not empty: its buffers do not copy from one to another, as those of some devices.
-// GUARD_DENY names ops, separated by commas, that it does not run, GUARD_FAIL such that it fails to, from the one that
-// GUARD_FAIL_AT numbers on. Flash attention has the rules of ggml-cuda: one mask for all heads, contiguous, strides that
-// are multiples of 16 bytes, and, stricter than there, whole blocks of 256 rows.
+// GUARD_NAME is that of its registry, else GUARD. GUARD_DENY names ops, separated by commas, that it does not run,
+// GUARD_FAIL such that it fails to, from the one that GUARD_FAIL_AT numbers on. Flash attention has the rules of ggml-cuda:
+// its head widths, one mask for all heads, contiguous, strides that are multiples of 16 bytes, and, stricter than there,
+// whole blocks of 256 rows.
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
@@ -222,9 +223,36 @@ static bool guard_named(const char * name, const ggml_tensor * op) {
     return list.find("," + std::string(ggml_op_desc(op)) + ",") != std::string::npos;
 }
 
+// widths of K and V that ggml-cuda has kernels for, at this many query heads per KV head
+static bool guard_flash_attn_widths(int64_t d_k, int64_t d_v, int64_t n_gqa) {
+    switch (d_k) {
+        case 40:
+        case 64:
+        case 72:
+        case 80:
+        case 96:
+        case 112:
+        case 128:
+        case 256:
+            return d_v == d_k;
+        case 192:
+            return d_v == 128 && n_gqa % 8 == 0;
+        case 320:
+            return d_v == 256 && n_gqa % 32 == 0;
+        case 512:
+        case 576:
+            return d_v == 512 && n_gqa > 1;
+        default:
+            return false;
+    }
+}
+
 static bool guard_flash_attn(const ggml_tensor * op) {
     const ggml_tensor * mask = op->src[3];
 
+    if (!guard_flash_attn_widths(op->src[1]->ne[0], op->src[2]->ne[0], op->src[0]->ne[2] / op->src[1]->ne[2])) {
+        return false;
+    }
     if (mask && (mask->ne[2] != 1 || !ggml_is_contiguous(mask) || mask->ne[0] != op->src[1]->ne[1])) {
         return false;
     }
@@ -379,7 +407,10 @@ extern "C" ggml_backend_reg_t ggml_backend_init(void) {
     static ggml_backend_reg reg = {
         /* .api_version = */ GGML_BACKEND_API_VERSION,
         /* .iface       = */ {
-                              [](ggml_backend_reg_t) { return "GUARD"; },
+                              [](ggml_backend_reg_t) {
+                    const char * name = getenv("GUARD_NAME");
+                    return name && *name ? name : "GUARD";
+                },
                               [](ggml_backend_reg_t) { return (size_t) 1; },
                               guard_reg_get_device,
                               [](ggml_backend_reg_t, const char *) { return (void *) nullptr; },
