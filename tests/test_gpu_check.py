@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
-from script import load
+from script import SCRIPTS, load
 
+from laprox_llamacpp.evaluate import bench
 from laprox_llamacpp.stats import KVStats
 
 ROOT = Path(__file__).parents[1]
@@ -30,8 +37,9 @@ def script() -> ModuleType:
     return load("gpu_check")
 
 
-def program(folder: Path, text: str, status: int = 0) -> str:
-    file = folder / "ops"
+def program(folder: Path, text: str, status: int = 0, name: str = "ops") -> str:
+    file = folder / name
+    file.parent.mkdir(exist_ok=True)
     file.write_text(f"#!{sys.executable}\nprint({text!r})\nraise SystemExit({status})\n", encoding="utf-8")
     file.chmod(0o755)
     return str(file)
@@ -81,6 +89,104 @@ def test_a_time_that_is_missing_is_a_failure(script: ModuleType, tmp_path: Path)
         assert len(checks) == 8 and [check.ok for check in checks].count(False) == 1
         assert f"{left_out[0]} x {left_out[1]}" in next(check.seen for check in checks if check.ok is False)
     assert [check.ok for check in script.time_ops(program(tmp_path, "nothing"), 1e12)] == [False, False]
+
+
+def test_decode_speed_beyond_training(script: ModuleType, smol_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for length in script.LENGTHS:  # up to 32K, on a model that was trained for 8K
+        assert script.speed(str(smol_path), length).lengths == [length]
+    with pytest.raises(ValueError, match="trained for 8192"):
+        bench.Bench(smol_path, [script.LENGTHS[-1]], ["laprox"], ["0.05"])
+    monkeypatch.setattr(bench, "n_ctx_train", lambda _path: 256)
+    check = script.decode(str(smol_path), 512)
+    assert check.ok is None and check.what == "decode, 512 tokens at 5%"
+    assert re.fullmatch(r"[\d.]+ -> [\d.]+ tokens/s \([\d.]+x, \d+% of the limit\)", check.seen)
+
+
+@pytest.mark.slow
+def test_decode_speed_at_a_length_beyond_training(script: ModuleType, smol_path: Path) -> None:
+    assert script.decode(str(smol_path), 8192).data["evicted"]["rows_per_head"] < 500
+
+
+def test_a_step_that_fails_does_not_stop_the_others(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> Any:
+        raise OSError("no memory")
+
+    good = script.Check("good", "1", True)
+    out = tmp_path / "out.json"
+    checks = script.run({"a": lambda: good, "b": fails, "c": lambda: [good, good]}, out)
+    assert [(c.what, c.ok) for c in checks] == [("good", True), ("b", False), ("good", True), ("good", True)]
+    assert [c["what"] for c in json.loads(out.read_text())] == ["good", "b", "good", "good"]
+    assert "FAILED b: OSError: no memory" in capsys.readouterr().out
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs gpu_check.sh in a folder with nvidia-smi and a Python that says what it is called with."""
+    program(tmp_path, "9.0", name="bin/nvidia-smi")
+    for tool in ("python", "nvcc", "cmake"):
+        file = tmp_path / "bin" / tool
+        file.write_text('#!/bin/sh\nprintf "%s\\n" "${0##*/}" "$LLAMA_CPP_LIB_PATH" "$@"\n', encoding="utf-8")
+        file.chmod(0o755)
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+
+    def run(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PATH": path, "PYTHON": str(tmp_path / "bin" / "python"), **env}
+        return subprocess.run(
+            ["bash", str(SCRIPTS / "gpu_check.sh"), *args], cwd=tmp_path, env=env, capture_output=True, text=True
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_libraries_from_elsewhere(
+    script: ModuleType, shell: Callable[..., Any], tmp_path: Path, absolute: bool
+) -> None:
+    lib = tmp_path / "carried"
+    lib.mkdir()
+    given = str(lib) if absolute else "carried"
+    done = shell(LIBRARIES=given)
+    assert done.returncode == 2 and f"no libllama.so in {lib}" in done.stderr
+    for name in ("libllama.so", "test-backend-ops"):
+        (lib / name).touch()
+    (tmp_path / "my.gguf").touch()
+    done = shell("my.gguf", "out.json", LIBRARIES=given)
+    ops, model, out = str(lib / "test-backend-ops"), str(tmp_path / "my.gguf"), str(tmp_path / "out.json")
+    want = ["python", str(lib), "scripts/gpu_check.py", "--ops", ops, "--model", model, "--out", out]
+    assert (done.returncode, done.stdout.splitlines()) == (0, want)
+
+
+@pytest.mark.parametrize("absolute", [False, True])
+def test_a_build_of_its_own(script: ModuleType, shell: Callable[..., Any], tmp_path: Path, absolute: bool) -> None:
+    build = tmp_path / "build" if absolute else ROOT / "build" / "no such thing"
+    (tmp_path / "build" / "bin").mkdir(parents=True)
+    for name in ("libllama.so", "test-backend-ops"):
+        (tmp_path / "build" / "bin" / name).touch()
+    done = shell(BUILD=str(build) if absolute else "build/no such thing")
+    log = (tmp_path / "gpu_check.log").read_text(encoding="utf-8").splitlines()
+    assert "-DCMAKE_CUDA_ARCHITECTURES=90" in log and str(build) in [str(ROOT / line) for line in log]
+    if absolute:
+        assert done.returncode == 0 and str(build / "bin") in done.stdout.splitlines()
+        assert "smollm2-135m" in done.stdout.splitlines()  # no file of that name: a known model
+    else:
+        assert done.returncode == 2 and "no libllama.so in build/no such thing/bin" in done.stderr
+
+
+def test_what_is_carried_is_all_that_is_required(script: ModuleType) -> None:
+    """The recipe at the head of gpu_check.sh against what the packages say that they need."""
+    head = (SCRIPTS / "gpu_check.sh").read_text(encoding="utf-8")
+    (carried,) = re.findall(r"pip wheel --wheel-dir carry ([^-].*)", head)  # with what these need
+    (installed,) = re.findall(r"--find-links carry (.*)", head)
+
+    def needs(package: str) -> set[str]:
+        found = metadata.requires(package) or []
+        return {re.split(r"[^\w-]", line)[0].replace("_", "-").lower() for line in found if "extra ==" not in line}
+
+    bindings = {"llama-cpp-python"}
+    assert needs("laprox-llamacpp") | needs("llama-cpp-python") <= set(carried.split()) | bindings
+    assert set(installed.split()) | needs("llama-cpp-python") >= needs("laprox-llamacpp")
 
 
 def test_steps_run_without_a_gpu(script: ModuleType, smol_path: Path) -> None:

@@ -44,9 +44,11 @@ class Bench:
         n_decode: tokens that it decodes in a round.
         n_threads: for prefill and decode.
         n_gpu_layers: as `Llama`.
+        beyond_training: allow lengths that the model was not trained for; speed and memory do not depend on that.
 
     Raises:
-        ValueError: a bad method or budget, no cells, or a length that is not beyond the window.
+        ValueError: a bad method or budget, no cells, a length that is not beyond the window, or one that the model
+            was not trained for.
     """
 
     model_path: Path
@@ -58,6 +60,7 @@ class Bench:
     n_decode: int = 24
     n_threads: int = 1
     n_gpu_layers: int = 0
+    beyond_training: bool = False
 
     def __post_init__(self) -> None:
         cells = self.cells
@@ -70,7 +73,7 @@ class Bench:
         for cell in cells:
             cell.policy.check_model(str(self.model_path))
         need, n_train = max(self.lengths) + self.n_decode, n_ctx_train(self.model_path)
-        if n_train is not None and need > n_train:
+        if n_train is not None and need > n_train and not self.beyond_training:
             raise ValueError(
                 f"{max(self.lengths)} tokens and {self.n_decode} more need a context of {need}, "
                 f"the model was trained for {n_train}: take fewer"
