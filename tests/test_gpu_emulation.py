@@ -14,25 +14,39 @@ ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "tests" / "gpu_emulation"
 GGML = ROOT / "vendor" / "llama.cpp" / "ggml" / "include"
 
-N_CASES = {"score-mma": 11, "score-simt": 11, "attn": 8}  # the shapes of shapes.h
+CUDA = ROOT / "native" / "ggml" / "src" / "ggml-cuda"
+
+N_CASES = {"score-mma": 14, "score-simt": 14, "attn": 11}  # the shapes of shapes.h, and three that are drawn
+KERNELS = {
+    "score-mma": "laprox-score-kernel.cuh",
+    "score-simt": "laprox-score-kernel.cuh",
+    "attn": "laprox-attn-kernel.cuh",
+}
 TYPES = {"0", "1", "2", "8", "30"}  # F32, F16, Q4_0, Q8_0, BF16
 
 
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
+
+
+def build(folder: Path, *options: str) -> Path:
+    """The driver; a kernel that lies in `folder` goes before the one of native/."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("g++ was not found: it compiles the kernels for the CPU")
     if not GGML.is_dir():
         pytest.skip("vendor/llama.cpp was not laid out: run python scripts/vendor.py")
-    program = tmp_path_factory.mktemp("gpu_emulation") / "cuda_driver"
-    command = [compiler, "-std=c++17", "-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"]
-    command += ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", "-include", "cuda_shim.h"]
-    command += ["-I.", f"-I{ROOT / 'native' / 'ggml' / 'src' / 'ggml-cuda'}", f"-I{GGML}"]
+    program = folder / "cuda_driver"
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror", *options]
+    command += ["-include", "cuda_shim.h", f"-I{folder}", "-I.", f"-I{CUDA}", f"-I{GGML}"]
     command += ["-o", str(program), "cuda_driver.cpp", "cuda_shim.cpp"]
     done = subprocess.run(command, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return program
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("gpu_emulation"), *SANITIZE)
 
 
 def run(driver: Path, kind: str, n_cases: int, seed: int) -> list[dict[str, str]]:
@@ -72,6 +86,31 @@ def test_refusals(driver: Path) -> None:
     done = subprocess.run([str(driver), "refusals"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("\nok ") > 40 and "WRONG" not in done.stdout
+
+
+def barriers() -> list[tuple[str, int]]:
+    return [
+        (name, i)
+        for name in sorted(set(KERNELS.values()))
+        for i in range(len(re.findall(r"__sync(?:threads|warp)\(\);", (CUDA / name).read_text(encoding="utf-8"))))
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, i", barriers())
+def test_no_barrier_may_be_missing(tmp_path: Path, name: str, i: int) -> None:
+    """What the shim is there for: without any one barrier of the kernels, the shapes of shapes.h go wrong."""
+    text = (CUDA / name).read_text(encoding="utf-8")
+    found = list(re.finditer(r"__sync(?:threads|warp)\(\);", text))[i]
+    (tmp_path / name).write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
+    program = build(tmp_path)
+    for kind in (kind for kind in KERNELS if KERNELS[kind] == name):
+        done = subprocess.run([str(program), kind, str(N_CASES[kind]), "1"], capture_output=True, text=True)
+        if done.returncode != 0:
+            return
+    pytest.fail(
+        f"{name} without its barrier {i} is as right as with it: {text[found.start() - 200 : found.end() + 200]}"
+    )
 
 
 @pytest.mark.slow

@@ -35,10 +35,10 @@ add_subdirectory("${METAL_DIR}" metal)
 """
 
 
-def run(command: list[str], cwd: Path | None = None) -> str:
+def run(command: list[str], cwd: Path | None = None, fails: bool = False) -> str:
     done = subprocess.run(command, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     text = done.stdout.decode("utf-8", "replace")
-    assert done.returncode == 0, f"{' '.join(command)}\n{text[-4000:]}"
+    assert (done.returncode != 0) == fails, f"{' '.join(command)}\n{text[-4000:]}"
     return text
 
 
@@ -84,14 +84,16 @@ def emulation(compiler: str, tree: Path, tmp_path_factory: pytest.TempPathFactor
         others.append(str(build / f"{source.stem}.o"))
         run([*common, "-c", str(source), "-o", others[-1]])
 
-    def metal_test(*args: str, fast_math: bool = False) -> str:
-        program = build / ("metal_test_fast" if fast_math else "metal_test")
+    def metal_test(*args: str, fast_math: bool = False, kernels: Path = KERNELS, fails: bool = False) -> str:
+        """`kernels` is a folder whose laprox.metal goes before ours."""
+        program = build / f"metal_test_{'fast' if fast_math else ''}_{kernels.name}"
         if not program.exists():
-            kernels = f"{program}_kernels.o"
+            compiled = f"{program}.o"
             options = ["-ffast-math"] if fast_math else []
-            run([*common, *kernel_flags(tree), *options, "-c", str(EMULATION / "metal_kernels.cpp"), "-o", kernels])
-            run([compiler, "-fsanitize=address", kernels, *others, "-o", str(program)])
-        return run([str(program), *args])
+            command = [*common, f"-I{kernels}", *kernel_flags(tree), *options]
+            run([*command, "-c", str(EMULATION / "metal_kernels.cpp"), "-o", compiled])
+            run([compiler, "-fsanitize=address", compiled, *others, "-o", str(program)])
+        return run([str(program), *args], fails=fails)
 
     return metal_test
 
@@ -118,6 +120,22 @@ def test_refusals(emulation: Run) -> None:
 def test_many(emulation: Run, op: str, fast_math: bool) -> None:
     """Fast math is how Metal compiles: no result may hang on infinities or NaN."""
     assert "150 cases, 0 failed" in emulation(op, "1001", "150", fast_math=fast_math)
+
+
+BARRIER = re.compile(r"(?:threadgroup|simdgroup)_barrier\(mem_flags::mem_threadgroup\);")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("i", range(len(BARRIER.findall((KERNELS / "laprox.metal").read_text(encoding="utf-8")))))
+def test_no_barrier_may_be_missing(emulation: Run, tmp_path: Path, i: int) -> None:
+    """Without any one barrier of the kernels, the shapes of shapes.h go wrong."""
+    text = (KERNELS / "laprox.metal").read_text(encoding="utf-8")
+    found = list(BARRIER.finditer(text))[i]
+    folder = tmp_path / f"without_{i}"
+    folder.mkdir()
+    (folder / "laprox.metal").write_text(text[: found.start()] + text[found.end() :], encoding="utf-8")
+    op, n = ("score", 12) if found.start() < text.index("// GGML_OP_LAPROX_ATTN\n") else ("attn", 9)
+    emulation(op, "1", str(n), kernels=folder, fails=True)
 
 
 def test_names_and_attributes() -> None:

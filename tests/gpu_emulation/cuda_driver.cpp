@@ -256,7 +256,7 @@ static shapes::score draw_score_shape(bool mma) {
 
     s.d_k   = !mma && draw(0, 7) == 0 ? 8 * draw(8, 32) : pick(WIDTHS);
     s.d_v   = draw(0, 3) == 0 ? pick(WIDTHS) : s.d_k;
-    s.n_gqa = pick({ 1, 2, 3, 4, 4, 5, 7, 8, 16 });
+    s.n_gqa = draw(0, 2) == 0 ? 4 : draw(1, 16);
     s.w     = pick({ 1, 5, 7, 32, 32, 64 });
     s.n_kv  = pick({ 1, 2, 31, 32, 33, 63, 65, 95, 100, 128, 129 });
     if (large) {
@@ -340,11 +340,12 @@ static void score_case(int index, bool mma) {
     buffer          mask(mask_nb1 * ref.w);
     store_mask(mask, mask_type, ref.mask, ref.n_kv, ref.w, mask_nb1);
 
-    // G = W W^T of a small rank; small integers, so that F16 holds every sum
+    // G = W W^T of a small rank; small integers, so that F16 holds every sum; one whose scale no normal number inverts
     const int    d       = ref.d_v;
     const size_t g_nb1   = (d + draw(0, 2)) * sizeof(float);
     const size_t g_nb2   = g_nb1 * (d + draw(0, 1));
-    const float  g_scale = exact ? std::ldexp(1.0f, draw(-30, 30)) : std::exp(std::normal_distribution<float>(0, 10)(rng));
+    const float  g_scale = index == 8 ? 0x1p-136f : exact ? std::ldexp(1.0f, draw(-30, 30))
+                                                          : std::exp(std::normal_distribution<float>(0, 10)(rng));
     buffer       gram(g_nb2 * ref.n_head);
     for (int h = 0; h < ref.n_head && value; ++h) {
         const int          n = 16;
@@ -414,7 +415,7 @@ static shapes::attn draw_attn_shape() {
 
     s.d_k      = pick(WIDTHS);
     s.d_v      = draw(0, 3) == 0 ? pick(WIDTHS) : s.d_k;
-    s.n_gqa    = pick({ 1, 2, 3, 4, 5, 8, 9, 16 });
+    s.n_gqa    = draw(1, 16);
     s.n_tokens = pick({ 1, 1, 2, 8 });
     s.n_mask   = pick({ 1, 2, 31, 64, 65, 100, 300 });
     s.type_k   = draw_type(s.d_k);

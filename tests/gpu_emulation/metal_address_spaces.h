@@ -77,7 +77,7 @@ simdgroup_float8x8 make_filled_simdgroup_matrix(float x);
 void simdgroup_load(simdgroup_float8x8 & d, const device float * src, unsigned long ld, ulong2 origin, bool transpose);
 void simdgroup_load(simdgroup_float8x8 & d, const threadgroup float * src, unsigned long ld, ulong2 origin, bool transpose);
 void simdgroup_store(simdgroup_float8x8 a, threadgroup float * dst, unsigned long ld, ulong2 origin, bool transpose);
-void simdgroup_multiply_accumulate(simdgroup_float8x8 & d, simdgroup_float8x8 a, simdgroup_float8x8 b, simdgroup_float8x8 c);
+void simdgroup_multiply_accumulate(simdgroup_float8x8 & d, simdgroup_float8x8 & a, simdgroup_float8x8 & b, simdgroup_float8x8 & c);
 
 } // namespace metal
 

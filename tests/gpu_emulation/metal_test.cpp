@@ -341,7 +341,7 @@ static shapes::score random_score_shape() {
 
     s.d_k   = pick(widths);
     s.d_v   = chance(0.8) ? s.d_k : pick({ 64, 96, 128 });
-    s.n_gqa = pick({ 1, 1, 2, 3, 4, 7, 8, 16 });
+    s.n_gqa = chance(0.3) ? 1 : uniform(1, 16);
     s.w     = pick({ 1, 2, 7, 8, 9, 16, 17, 32, 33 });
     s.n_kv  = pick({ 1, 2, 15, 16, 31, 32, 33, 63, 65, 100, 127, 255, 256, 257, 300, 520 });
     while ((int64_t) s.n_gqa * s.w * s.n_kv * s.d_k > max_work) {
@@ -491,7 +491,7 @@ static shapes::attn random_attn_shape() {
 
     s.d_k      = pick(widths);
     s.d_v      = chance(0.8) ? s.d_k : pick(widths);
-    s.n_gqa    = pick({ 1, 1, 2, 3, 4, 5, 7, 8, 16 });
+    s.n_gqa    = chance(0.3) ? 1 : uniform(1, 16);
     s.n_tokens = pick({ 1, 1, 1, 2, 3, 8 });
     s.n_mask   = pick({ 1, 2, 31, 32, 33, 100, 127, 128, 129, 255, 257, 300, 400 });
     while ((int64_t) s.n_gqa * s.n_tokens * s.n_mask * s.d_k > max_work) {

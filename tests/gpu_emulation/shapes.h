@@ -19,12 +19,12 @@ struct score {
 
 static const std::vector<score> SCORE = {
     { 128, 128, 4,  8,   600, GGML_TYPE_F16,  GGML_TYPE_F16,  reference::MAX, false }, // what is scored by default
-    { 64,  64,  3,  7,   300, GGML_TYPE_F32,  GGML_TYPE_BF16, reference::L2,  false },
+    { 64,  64,  11, 7,   300, GGML_TYPE_F32,  GGML_TYPE_BF16, reference::L2,  false },
     { 80,  80,  16, 9,   129, GGML_TYPE_BF16, GGML_TYPE_F16,  reference::SUM, true  }, // more rows than a tile of queries holds
     { 96,  96,  5,  5,   270, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0, reference::MAX, true  },
     { 112, 112, 1,  33,  65,  GGML_TYPE_F16,  GGML_TYPE_F32,  reference::SUM, false },
-    { 192, 64,  2,  1,   290, GGML_TYPE_Q4_0, GGML_TYPE_F16,  reference::MAX, false },
-    { 256, 256, 8,  5,   33,  GGML_TYPE_F32,  GGML_TYPE_Q8_0, reference::L2,  true  },
+    { 192, 64,  6,  1,   290, GGML_TYPE_Q4_0, GGML_TYPE_F16,  reference::MAX, false },
+    { 256, 256, 13, 5,   33,  GGML_TYPE_F32,  GGML_TYPE_Q8_0, reference::L2,  true  },
     { 128, 0,   7,  4,   257, GGML_TYPE_F16,  GGML_TYPE_F16,  reference::SUM, false },
     { 64,  128, 2,  17,  1,   GGML_TYPE_Q8_0, GGML_TYPE_F16,  reference::MAX, false },
     { 96,  0,   4,  6,   520, GGML_TYPE_BF16, GGML_TYPE_F16,  reference::MAX, true  },
@@ -40,11 +40,11 @@ struct attn {
 static const std::vector<attn> ATTN = {
     { 128, 128, 4,  1, 300,  GGML_TYPE_F16,  GGML_TYPE_F16  },
     { 64,  64,  1,  1, 8300, GGML_TYPE_F16,  GGML_TYPE_F16  }, // chunks of more than 64 columns, more of them than a warp has lanes
-    { 80,  80,  3,  2, 100,  GGML_TYPE_BF16, GGML_TYPE_F32  },
+    { 80,  80,  11, 2, 100,  GGML_TYPE_BF16, GGML_TYPE_F32  },
     { 96,  96,  8,  1, 65,   GGML_TYPE_Q8_0, GGML_TYPE_Q8_0 },
     { 112, 64,  16, 8, 31,   GGML_TYPE_F32,  GGML_TYPE_BF16 },
-    { 192, 192, 2,  1, 257,  GGML_TYPE_Q4_0, GGML_TYPE_F16  },
-    { 256, 256, 5,  1, 129,  GGML_TYPE_F16,  GGML_TYPE_Q4_0 },
+    { 192, 192, 6,  1, 257,  GGML_TYPE_Q4_0, GGML_TYPE_F16  },
+    { 256, 256, 13, 1, 129,  GGML_TYPE_F16,  GGML_TYPE_Q4_0 },
     { 64,  128, 9,  3, 1,    GGML_TYPE_F16,  GGML_TYPE_F16  },
 };
 

@@ -199,7 +199,6 @@ static __global__ void __launch_bounds__(LAPROX_ATTN_THREADS) laprox_attn(const 
                 }
             }
         }
-        __syncwarp();
 
 #pragma unroll
         for (int r = 0; r < R; ++r) {

@@ -235,9 +235,8 @@ struct laprox_tile_simt {
         }
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
-            res[j * LAPROX_STRIDE + lane] = acc[j];
+            res[j * LAPROX_STRIDE + lane] = acc[j]; // for this lane, and for others after a barrier
         }
-        __syncwarp();
     }
 
     static __device__ __forceinline__ void values(const char * tile, int d, int i, int a, float * x) {
@@ -300,6 +299,7 @@ static __global__ void laprox_score_gram(const laprox_score_params p) {
 
     int exponent;
     frexpf(max, &exponent);
+    exponent = exponent < -126 ? -126 : min(exponent, 126); // both powers are normal numbers
     if (a == 0 && lane == 0) {
         p.gram_scale[h] = ldexpf(1.0f, exponent);
     }
@@ -406,7 +406,6 @@ static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) l
                 t = x * p.n_t; // next head
             }
         }
-        __syncwarp();
     }
 
 #pragma unroll
@@ -459,8 +458,7 @@ static __global__ void __launch_bounds__(LAPROX_SCORE_THREADS, Tile::n_blocks) l
 
         op.fetch(p.v, g, c0, i1 - c0);
         for (int i0 = c0; i0 < i1; i0 += LAPROX_TILE) {
-            __syncthreads();
-            op.put(tile);
+            op.put(tile); // who read the last one met below
             __syncthreads();
             if (i0 + LAPROX_TILE < i1) {
                 op.fetch(p.v, g, i0 + LAPROX_TILE, i1 - i0 - LAPROX_TILE);

@@ -185,7 +185,7 @@ static void laprox_tile_rows(
 // q [D, 8] times the tile -> ss [NC, 8]
 template <short D, short NC>
 static void laprox_tile_logits(
-        thread const simdgroup_float8x8 * mq,
+        thread simdgroup_float8x8 * mq,
         threadgroup const float * tile,
         threadgroup       float * ss) {
     FOR_UNROLL (short c = 0; c < NC/8; ++c) {
