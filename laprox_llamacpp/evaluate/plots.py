@@ -202,13 +202,14 @@ def by_bytes(experiment: Experiment) -> Plot | None:
     figure, axes = _panels(len(methods))
     log = experiment.metric == DIVERGENCE
     full = [Key(t, FULL, "") for t in types]
+    label, ha = ((0, -13), "center") if experiment.higher else ((-7, -3), "right")  # the best stars stand on the axis
     for axis, method in zip(axes, methods):
         points = [(experiment.byte_share(k).mean, experiment.mean(k), k) for k in full]
         points = [p for p in points if not log or p[1].mean > 0]
         axis.plot([x for x, _, _ in points], [y.mean for _, y, _ in points], color="black", dashes=(4, 2), linewidth=1)
         for x, y, key in points:
             axis.errorbar(x, y.mean, yerr=_bar(y), color="black", marker="*", markersize=9, capsize=2)
-            axis.annotate(key.kv_type, (x, y.mean), (0, -13), textcoords="offset points", ha="center", fontsize=7)
+            axis.annotate(key.kv_type, (x, y.mean), label, textcoords="offset points", ha=ha, fontsize=7)
         for t in types:
             keys = [k for k in experiment.keys(t) if k.method == method and experiment.mean(k).n]
             line = sorted(((experiment.byte_share(k).mean, experiment.mean(k)) for k in keys), key=lambda p: p[0])
