@@ -12,12 +12,12 @@ cd "$(dirname "$0")/.."
 ARCHS="75 80 86 89 90 120"
 # most registers of a thread, and bytes that it may spill: what was measured, and a little more. the first line that fits a
 # kernel counts. 128 registers are what lets two blocks of 256 threads run side by side, which is worth a spill of two words;
-# that of laprox_attn<2, false>, one word on sm_120 alone, is ptxas's own choice
+# those of laprox_attn<1, false> and <2, false>, two words and one on sm_120 alone, are ptxas's own choice: registers are left
 LIMITS='
 laprox_attn<1, true>                              80   0
 laprox_attn<2, true>                              88   0
-laprox_attn<2, false>                            128   8
-laprox_attn<[14], (true|false)>                  128   0
+laprox_attn<[12], false>                         128   8
+laprox_attn<4, (true|false)>                     128   0
 laprox_attn<8, true>                             176   0
 laprox_attn<8, false>                            208   0
 laprox_attn_combine                               64   0
