@@ -1,4 +1,5 @@
-"""Scores of a layer whose W_O has more columns than one chunk of it holds (1024), against float64; on a device, too."""
+"""Models with many heads: scores of a layer whose W_O has more columns than one chunk of it holds (1024), against
+float64, on a device, too; and graphs with a node for each of many KV heads."""
 
 from __future__ import annotations
 
@@ -25,24 +26,28 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny(path: Path, n_layer: int, n_head: int, n_head_kv: int, d: int) -> Path:
     fields = {
         "feed_forward_length": N_FF,
-        "attention.head_count": N_HEAD,
-        "attention.head_count_kv": N_HEAD_KV,
-        "attention.key_length": D,
-        "attention.value_length": D,
+        "attention.head_count": n_head,
+        "attention.head_count_kv": n_head_kv,
+        "attention.key_length": d,
+        "attention.value_length": d,
         "attention.layer_norm_rms_epsilon": 1e-5,
-        "rope.dimension_count": D,
+        "rope.dimension_count": d,
     }
     shapes = {
-        "attn_norm": (N_EMBD,), "attn_q": (N_HEAD * D, N_EMBD), "attn_k": (N_HEAD_KV * D, N_EMBD),
-        "attn_v": (N_HEAD_KV * D, N_EMBD), "attn_output": (N_EMBD, N_HEAD * D), "ffn_norm": (N_EMBD,),
+        "attn_norm": (N_EMBD,), "attn_q": (n_head * d, N_EMBD), "attn_k": (n_head_kv * d, N_EMBD),
+        "attn_v": (n_head_kv * d, N_EMBD), "attn_output": (N_EMBD, n_head * d), "ffn_norm": (N_EMBD,),
         "ffn_gate": (N_FF, N_EMBD), "ffn_up": (N_FF, N_EMBD), "ffn_down": (N_EMBD, N_FF),
     }  # fmt: skip
-    tensors: dict[str, tuple[int, ...]] = {**EMBED, **{f"blk.0.{k}.weight": v for k, v in shapes.items()}}
-    return write_model(tmp_path_factory.mktemp("model") / "tiny.gguf", "llama", fields, tensors)
+    layers = {f"blk.{i}.{k}.weight": v for i in range(n_layer) for k, v in shapes.items()}
+    return write_model(path, "llama", fields, {**EMBED, **layers}, n_layer)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny(tmp_path_factory.mktemp("model") / "tiny.gguf", 1, N_HEAD, N_HEAD_KV, D)
 
 
 def scores(path: str, guard: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
@@ -90,3 +95,29 @@ def test_scores_are_the_definition(path: Path, tmp_path: Path) -> None:
             want = definition(path, got, case["attention"], case["value"])
             assert want.min() > 0 and want.std() > 0.01 * want.mean()
             np.testing.assert_allclose(made, want, rtol=2e-5, err_msg=str(case))
+
+
+def logits(path: str, evict: bool, attention_path: str) -> list[list[float]]:
+    """In a child: of three steps that follow a prompt, all of whose rows were moved to the ragged store or none."""
+    ids = np.random.default_rng(7).integers(0, 32, N + 3)
+    with Context(path, type_k="f32", n_ctx=256, evict=evict, attention_path=attention_path) as ctx:
+        if not evict:
+            ctx.decode(ids[: N - W])
+            ctx.decode(ids[N - W : N])
+        else:
+            ctx.prefill(ids[:N])
+            ctx.evict(1.0)
+            assert ctx.stats().evicted and ctx.stats().rows_kept == ctx.stats().rows_full
+            assert (ctx.stats().n_layer_ragged_op > 0) == (attention_path == "ragged_op")
+        return [ctx.decode([token]).tolist() for token in ids[N:]]
+
+
+def test_a_graph_with_a_node_for_each_of_512_heads(tmp_path: Path) -> None:
+    """llama.cpp makes room for 1024 nodes here, and aborts beyond."""
+    path = tiny(tmp_path / "heads.gguf", 16, 32, 32, 64)
+    full, per_head, ragged_op = (
+        np.asarray(run_child(logits, path, *args))
+        for args in [(False, "auto"), (True, "per_head"), (True, "ragged_op")]
+    )
+    assert np.array_equal(per_head, full)
+    np.testing.assert_allclose(ragged_op, full, atol=0.01 * np.abs(full).max())
